@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradiometer as gm
-from gradiometer.columns import COLUMN_NAMES, NUM_COLUMNS, NUM_PAIR_COLUMNS, PAIR_DERIVED, PAIR_INDEX, TENSORS
+from gradiometer.columns import COLUMN_NAMES, NUM_COLUMNS, NUM_PAIR_COLUMNS, PAIRS, TENSORS
 from gradiometer.columns.health import HEALTH
 from gradiometer.stats import pair_stats, tensor_stats
 from support.fake_device import (
@@ -220,7 +220,7 @@ def test_updates_never_wait(device, sample):
         with watch() as seen:
             snapshot.update_(model)
             stats = gm.collect_updates(model, snapshot)
-            values = [getattr(stats, name) for name in (*PAIR_INDEX, *PAIR_DERIVED)]
+            values = [getattr(stats, name) for name in PAIRS.names]
             stats.group({"odd": r"w[135]", "none": "x"}).merge(stats.group({"odd": "w1", "none": "w2"}))
             values += [stats.by_module().columns, stats.total, stats.total_value("update_ratio")]
         assert {value.device.type for value in values} == {device}

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,11 +29,12 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import DEFAULT_THRESHOLDS, TENSORS
+from gradiometer.recorder import Catalog, RunInfo, StepRecord, Table
 from gradiometer.recorder.recorder import Recorder
-from gradiometer.recorder.step_record import Roster, RunInfo, StepRecord
-from gradiometer.runs.parquet import tensors_table, to_parquet
+from gradiometer.runs.parquet import to_parquet
 from gradiometer.runs.reader import read_run
+from gradiometer.runs.schema_table import schema_table
 from gradiometer.runs.writer import RunRecord
 from kernels_bench import scripts
 
@@ -44,16 +46,18 @@ BOUND_SHARE, BOUND_MATRIX = 0.5, 2.0
 def made_up(tensors, steps):
     """Return records of random numbers."""
     names = tuple([f"model.layers.{i}.attention.weight" for i in range(tensors)])
-    roster = Roster(names, ((64, 64),) * tensors, ("float32",) * tensors)
+    catalog = Catalog.of(names, ((64, 64),) * tensors, ("float32",) * tensors)
     random = torch.Generator().manual_seed(0)
-    values = torch.zeros((min(steps, 256), 1, tensors, NUM_COLUMNS + 1), dtype=torch.float64)
-    values[..., COLUMN_INDEX["numel"]] = 4096
+    values = torch.zeros((min(steps, 256), tensors, TENSORS.width), dtype=torch.float64)
+    values[..., TENSORS.index["numel"]] = 4096
     for name in ("sumsq", "sum", "abs_max"):
-        values[..., COLUMN_INDEX[name]].normal_(generator=random).abs_()
+        values[..., TENSORS.index[name]].normal_(generator=random).abs_()
     records = []
     for step in range(steps):
-        kept = values[step % len(values)].clone()
-        records.append(StepRecord(step, 1e9 + step, {"loss": 1 / (1 + step), "lr": 1e-3}, roster, kept))
+        kept, flags = values[step % len(values)].clone(), torch.zeros(tensors, dtype=torch.int32)
+        tables = {"grads": Table(catalog.kinds["grads"], catalog.parameters, kept, flags)}
+        scalars = {"loss": 1 / (1 + step), "lr": 1e-3}
+        records.append(StepRecord(step, 1e9 + step, scalars, catalog, tables))
     return records
 
 
@@ -75,15 +79,15 @@ def trained(steps):
         recorder.advance()
         losses.append(loss.item())
     return [
-        StepRecord(r.step, 1e9 + r.step, {"loss": loss}, r.roster, r.values)
+        replace(r, time=1e9 + r.step, scalars={"loss": loss})
         for r, loss in zip(recorder.read(), losses, strict=True)
     ]
 
 
 def start(path, records, **options):
     sink = RunRecord(path, **options)
-    roster = records[0].roster
-    sink.start(RunInfo(roster, DEFAULT_THRESHOLDS, 1, 64, "Bench", 1e9, records[0].step, {}, "cpu"))
+    catalog = records[0].catalog
+    sink.start(RunInfo(catalog, DEFAULT_THRESHOLDS, 1, 64, "Bench", 1e9, records[0].step, {}, "cpu"))
     return sink
 
 
@@ -104,11 +108,11 @@ def write(path, records, batch=16, **options):
 def cost(path, records):
     """Return the figures for writing these records."""
     found = write(path, records, segment_seconds=math.inf)
-    rows = len(records) * records[0].roster.num_rows
+    rows = len(records) * records[0].catalog.num_tensors
     per_step = found["cpu_s"] / len(records)
     return found | {
         "steps": len(records),
-        "rows_per_step": records[0].roster.num_rows,
+        "rows_per_step": records[0].catalog.num_tensors,
         "steps_per_cpu_s": 1 / per_step,
         "steps_per_wall_s": len(records) / found["wall_s"],
         "bytes_per_row": found["bytes"]["tensors"] / rows,
@@ -155,7 +159,7 @@ def now(file):
 def reading(path):
     """Return the seconds of each way to read, the best of three."""
     run = read_run(path)
-    steps, names = len(run.steps), run.roster.names
+    steps, names = len(run.steps), run.catalog.names
     asks = {
         "matrix_norm": lambda: read_run(path).matrix("norm"),
         "matrix_rms": lambda: read_run(path).matrix("rms"),
@@ -176,10 +180,10 @@ def reading(path):
 
 def layouts(records):
     """Return bytes a row and CPU s a million rows of several ways to write; the first is the one in use."""
-    table = tensors_table(records, 1, records[0].roster)
+    table = schema_table(TENSORS, records, 1, records[0].catalog)
     floats = [field.name for field in table.schema if field.type == "double"]
     words = [name for name in table.column_names if name not in floats]
-    by_tensor = table.take(pa.array(_by_tensor(len(records), records[0].roster.num_rows).tolist()))
+    by_tensor = table.take(pa.array(_by_tensor(len(records), records[0].catalog.num_tensors).tolist()))
     split = {"use_byte_stream_split": floats}
     ways = {
         "zstd 3, streams split": (table, {"compression_level": 3, **split}),

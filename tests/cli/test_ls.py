@@ -16,7 +16,7 @@ from gradiometer.cli import Exit, ls
 from gradiometer.cli import app as cli
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import RunRecord
-from support.synthetic_run import STARTED, make_info, make_roster, write_run
+from support.synthetic_run import STARTED, make_catalog, make_info, write_run
 
 SPIKE = Finding("norm_spike", Severity.WARNING, 2, 2, "grads", "blocks.0.weight", 3.0, 0.0, "x", "y")
 
@@ -63,10 +63,10 @@ def test_the_latest_run_is_the_first(tmp_path):
 def test_a_run_that_another_process_writes_is_running(tmp_path):
     code = """
 import sys
-from support.synthetic_run import make_info, make_roster
+from support.synthetic_run import make_info, make_catalog
 from gradiometer.runs import RunRecord
 sink = RunRecord(sys.argv[1], fsync=False)
-sink.start(make_info(make_roster(2)))
+sink.start(make_info(make_catalog(2)))
 print("started", flush=True)
 sys.stdin.read()
 """
@@ -84,7 +84,7 @@ sys.stdin.read()
 
 def test_a_run_of_this_process_is_running_and_stays_locked(tmp_path):
     sink = RunRecord(tmp_path / "run", fsync=False)
-    sink.start(make_info(make_roster(2)))
+    sink.start(make_info(make_catalog(2)))
     assert ls.look(tmp_path)[0].state == "running"
     code = f"""
 from pathlib import Path

@@ -58,7 +58,7 @@ def test_help_needs_no_torch(arguments):
     ],
 )
 def test_completion_needs_no_torch(words, completions, tmp_path):
-    (tmp_path / "run.json").write_text('{"roster": {"kinds": ["grads", "weights", "updates"]}}')
+    (tmp_path / "run.json").write_text('{"catalog": {"kinds": ["grads", "weights", "updates"]}}')
     words = words.replace("RUN", str(tmp_path))
     words = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     out, modules = imported(_GRADIOMETER_COMPLETE="complete_bash", **words)

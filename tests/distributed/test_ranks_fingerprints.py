@@ -257,7 +257,7 @@ def test_a_run_of_ranks_keeps_the_fingerprints_of_one_process(pool, tmp_path):
     pool.run(unmoved, pool.size, str(tmp_path / "run"))
     run = gm.read_run(tmp_path / "run")
     alone = gm.collect_weights(rank_models.whole(torch.float64), fingerprint=True)
-    assert run.roster.names == alone.names
+    assert run.catalog.names == alone.names
     assert torch.equal(run.record(0).fingerprints("weights"), alone.fingerprints)
 
 

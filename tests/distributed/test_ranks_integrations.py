@@ -191,7 +191,7 @@ def recorded(folder):
         "totals": [record.total() for record in records],
         "numel": [record.total("numel") for record in records],
         "losses": [record.loss for record in records],
-        "names": run.roster.names,
+        "names": run.catalog.names,
     }
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer import ops
-from gradiometer.columns import COLUMN_INDEX, Cursor
+from gradiometer.columns import PAIRS, TENSORS, Cursor
 from gradiometer.monitor.failures import Failures
 from gradiometer.monitor.parameter_check import ParameterCheck
 from gradiometer.recorder.recorder import Recorder
@@ -22,10 +22,6 @@ DOUBLE = torch.float64
 
 def build(kind, rank, size):
     return KINDS[kind][0](rank, size, DOUBLE)
-
-
-def packed(stats):
-    return torch.cat([stats.columns, stats.flags.double().unsqueeze(1)], dim=1)
 
 
 def shard_of(tensor):
@@ -55,15 +51,17 @@ def records(rank, size, kind):
     finally:
         ops.record_ = true
     (record,) = recorder.read()
-    assert torch.equal(record.values[0], packed(local))
-    assert torch.equal(record.values[1], packed(gm.collect_weights(model)))
-    assert record.roster.names == ranks.local_names
-    assert record.roster.shapes == tuple([tuple(p.shape) for p in whole(DOUBLE).parameters()])
+    for table, stats in (("grads", local), ("weights", gm.collect_weights(model))):
+        assert torch.equal(record.columns(table), stats.columns)
+        assert torch.equal(record.flags(table), stats.flags)
+    assert record.catalog.names == ranks.local_names
+    assert record.catalog.shapes == tuple([tuple(p.shape) for p in whole(DOUBLE).parameters()])
     assert len(calls) == 1
     # stats that were measured before are recorded in the same way
     recorder.advance()
     recorder.record(gm.collect_grads(model, reduce=ranks))
-    assert torch.equal(recorder.read()[-1].values, record.values)
+    for table in ("grads", "weights"):
+        assert torch.equal(recorder.read()[-1].columns(table), record.columns(table))
     return len(seen.calls)
 
 
@@ -81,7 +79,7 @@ def without_ranks(rank, size):
         recorder.record()
         skip = bool(recorder.skip_step)
     (record,) = recorder.read()
-    assert torch.equal(packed(gm.collect_grads(model)).nan_to_num(), record.values[0].nan_to_num())
+    assert torch.equal(gm.collect_grads(model).columns.nan_to_num(), record.columns().nan_to_num())
     assert seen.calls == []
     partial = build("TP", rank, size)
     with pytest.raises(TypeError, match=r"'layers.0.norm.weight' is a DTensor .* not yet reduced"):
@@ -282,13 +280,14 @@ def updates(rank, size, kind):
             kept.measure(step)
             kept.keep(step + 1)
             (*_, record) = recorder.read()
-            found, wanted = record.values[1], packed(gm.collect(expected))
+            wanted = gm.collect(expected)
             # two orders of summation; terms cancel in a sum, which is below numel * abs_max
-            place = COLUMN_INDEX["sum"]
-            bound = 1e-13 * wanted[:, COLUMN_INDEX["numel"]] * wanted[:, COLUMN_INDEX["abs_max"]]
-            assert ((found[:, place] - wanted[:, place]).abs() <= bound).all()
-            found[:, place] = wanted[:, place]
-            torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0)
+            bound = 1e-13 * wanted.numel * wanted.abs_max
+            assert ((record.value("sum", "updates") - wanted.sum).abs() <= bound).all()
+            assert torch.equal(record.value("n_unchanged", "updates"), wanted.n_zero)
+            for name in {*PAIRS.names} & {*TENSORS.names} - {"sum", "mean", "std"}:
+                value = TENSORS.value(wanted.columns, name)
+                torch.testing.assert_close(record.value(name, "updates"), value, rtol=1e-13, atol=0)
             ratios = record.value("update_ratio", "updates")
             torch.testing.assert_close(ratios, torch.full_like(ratios, 0.5), rtol=1e-6, atol=0)
             recorder.advance()

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.columns import TENSORS
 from gradiometer.monitor import signals
 from gradiometer.monitor.blackbox import BlackBox
 from gradiometer.monitor.failures import reason_of
 from gradiometer.monitor.monitor import Monitor
-from gradiometer.recorder.step_record import Roster, StepRecord
+from gradiometer.recorder import Catalog
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.first_nonfinite import (
@@ -33,8 +33,9 @@ from gradiometer.rules.first_nonfinite import (
     nonfinite,
 )
 from gradiometer.sinks import Console, JSONLines
+from support.recording import record_of
 
-ROSTER = Roster(
+CATALOG = Catalog.of(
     ("emb.w", "blocks.3.mlp.w1", "head.w"),
     ((10, 4), (2048, 2048), (3,)),
     ("float32",) * 3,
@@ -42,15 +43,17 @@ ROSTER = Roster(
 )
 
 
-def record(step, bad=(), loss=None, values=True, roster=ROSTER):
+def record(step, bad=(), loss=None, values=True, catalog=CATALOG):
     """``bad``: (kind, place, column, count)."""
-    made = torch.zeros(len(roster.kinds), len(roster.names), NUM_COLUMNS + 1, dtype=torch.float64)
-    for place, shape in enumerate(roster.shapes):
-        made[:, place, COLUMN_INDEX["numel"]] = math.prod(shape)
-    for kind, place, column, count in bad:
-        made[roster.place(kind), place, COLUMN_INDEX[column]] = count
-    scalars = {} if loss is None else {"loss": loss}
-    return StepRecord(step, 0.0, scalars, roster, made if values else None)
+    tables = {}
+    for name in catalog.kinds if values else ():
+        columns = torch.zeros(len(catalog.names), TENSORS.width, dtype=torch.float64)
+        columns[:, TENSORS.index["numel"]] = torch.tensor([math.prod(shape) for shape in catalog.shapes])
+        for kind, place, column, count in bad:
+            if kind == name:
+                columns[place, TENSORS.index[column]] = count
+        tables[name] = columns
+    return record_of(step, catalog, tables, scalars={} if loss is None else {"loss": loss})
 
 
 class Keeps:
@@ -134,7 +137,7 @@ def test_of_gradients_the_last_and_of_weights_the_first_is_where_it_began():
         first_nonfinite_text(backwards) == "step 3, blocks.3.mlp.w1.grad, 3 Inf of 4.2 M (and 1 of 2 others)"
     )
     assert nonfinite(backwards).tolist() == [40, 3, 0]
-    bad = [(kind, place, "n_nan", 2) for kind in ROSTER.kinds for place in range(3)]
+    bad = [(kind, place, "n_nan", 2) for kind in CATALOG.kinds for place in range(3)]
     assert first_nonfinite_text(record(3, bad)) == "step 3, emb.w, 2 NaN of 40 (and all 2 others)"
     assert first_nonfinite_text(record(3, [*bad[:3], ("grads", 2, "n_posinf", 1)])) == (
         "step 3, head.w.grad, 2 NaN and 1 Inf of 3 (and all 2 others)"

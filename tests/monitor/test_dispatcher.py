@@ -11,21 +11,22 @@ import time
 import pytest
 import torch
 
-from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import DEFAULT_THRESHOLDS, TENSORS
 from gradiometer.monitor.blackbox import BlackBox
 from gradiometer.monitor.dispatcher import Dispatcher
 from gradiometer.monitor.failures import Failures
-from gradiometer.recorder.step_record import Roster, RunInfo, StepRecord
+from gradiometer.recorder import Catalog, RunInfo
 from gradiometer.rules.finding import Finding, Severity
+from support.recording import record_of
 
-ROSTER = Roster(("w",), ((2,),), ("float32",))
-INFO = RunInfo(ROSTER, DEFAULT_THRESHOLDS, 1, 8, "Made", 0.0, 0, {}, "cpu")
+CATALOG = Catalog.of(("w",), ((2,),), ("float32",))
+INFO = RunInfo(CATALOG, DEFAULT_THRESHOLDS, 1, 8, "Made", 0.0, 0, {}, "cpu")
 
 
 def record(step, loss=1.0, n_nan=0):
-    values = torch.zeros(1, 1, NUM_COLUMNS + 1, dtype=torch.float64)
-    values[0, 0, 0], values[0, 0, 4] = 2, n_nan
-    return StepRecord(step, 0.0, {"loss": loss}, ROSTER, values)
+    columns = torch.zeros(1, TENSORS.width, dtype=torch.float64)
+    columns[0, TENSORS.index["numel"]], columns[0, TENSORS.index["n_nan"]] = 2, n_nan
+    return record_of(step, CATALOG, {"grads": columns}, {"loss": loss})
 
 
 class Log:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import reduce
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import gradiometer as gm
 from gradiometer.columns import DEFAULT_THRESHOLDS, EXPONENTS, TENSORS, Column, Derived, Schema
 from gradiometer.monitor.merge_window import MergeWindow
 from gradiometer.recorder import KINDS, Kind, StepRecord, Table
@@ -113,6 +116,29 @@ def expected_of(kind, size, parts):
         if kind.schema.value(merged[i], "numel") != numel and not bad:
             merged[i] = 0
     return merged if (kind.schema.value(merged, "numel") > 0).any() else None
+
+
+def test_the_tables_of_a_recorder_stay_the_same_in_one_process():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    options = {"weights": True, "fingerprint": True, "precision": 1, "taps": gm.Taps(model, {"all": "1"})}
+    recorder = gm.Recorder(model, **options)
+    model(torch.ones(4, 3)).sum().backward()
+    recorder.record()
+    (step,) = recorder.read()
+    step = replace(step, tables={**step.tables, **recorder.read_exponents(0)})
+    assert list(step.tables) == list(recorder.catalog.kinds)
+    window = MergeWindow(
+        gm.Ranks(model), recorder.catalog, recorder.thresholds, fingerprint=True, precision=1
+    )
+    assert window.catalog == recorder.catalog
+    (merged,) = merge([window], [[step]], [True])
+    assert list(merged.tables) == list(step.tables)
+    for name, table in step.tables.items():
+        assert torch.equal(merged.columns(name), table.values)
+        assert torch.equal(merged.flags(name), table.flags)
+        assert merged.fingerprints(name) is table.fingerprints or torch.equal(
+            merged.fingerprints(name), table.fingerprints
+        )
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.name)

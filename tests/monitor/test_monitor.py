@@ -546,7 +546,7 @@ def test_two_models_and_two_optimizers():
                 optimizer.step()
                 optimizer.zero_grad()
             monitor.advance(loss=1.0)
-    assert seen[0].roster.names == (
+    assert seen[0].catalog.names == (
         "generator.0.weight",
         "generator.0.bias",
         "critic.0.weight",

@@ -13,7 +13,6 @@ from torch import nn
 import gradiometer as gm
 from gradiometer.cli import show
 from gradiometer.columns import ACTIVATION_COLUMNS, ACTIVATION_INDEX, Cursor
-from gradiometer.monitor.merge_window import MergeWindow
 from gradiometer.recorder import KINDS
 from gradiometer.rules import DeadUnits, Finding, Severity
 from gradiometer.runs.format import TAPS, TENSORS
@@ -294,31 +293,6 @@ def test_sinks_the_page_and_the_command_line_show_activations(tmp_path, tapped):
     )
     assert shown["report"]["tensors"]["scores"]["kurtosis"] > 0
     assert "scores" in repr(show.look(run, 1, kind="activation_grads").report["scores"].name)
-
-
-def test_a_window_of_steps_keeps_activations(tapped):
-    model, taps = tapped()
-    recorder, ranks = gm.Recorder(model, taps=taps), gm.Ranks(model)
-    model(next(batches())).backward()
-    recorder.record()
-    (step,) = recorder.read()
-    window = MergeWindow(ranks, recorder.roster, recorder.thresholds)
-    assert window.roster == recorder.roster
-    sums, tops = window.pack([step], [True])
-    (one,) = window.unpack(sums, tops, [True], [step])
-    assert torch.equal(one.values, step.values)
-    assert torch.equal(one.tap_sums, step.tap_sums)
-    # as if two ranks had measured the same
-    twice = 2 * sums
-    twice[-1] = sums[-1]  # the number of ranks
-    (two,) = window.unpack(twice, tops, [True], [step])
-    for kind in ("activations", "activation_grads"):
-        for column in ACTIVATION_COLUMNS:
-            factor = 2 if column.merge == "sum" else 1
-            assert torch.equal(two.value(column.name, kind), factor * step.value(column.name, kind))
-    (lost,) = window.unpack(*window.pack([step], [False]), [False], [step])
-    assert lost.values is None
-    assert lost.roster == recorder.roster
 
 
 def checked(model, taps, rules, poison=None, steps=25, loss=None):

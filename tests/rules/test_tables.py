@@ -10,7 +10,19 @@ import torch
 import gradiometer as gm
 from gradiometer.columns import TENSORS, Column, Derived, Schema
 from gradiometer.recorder import Catalog, Kind
-from gradiometer.rules import Fault, NoGradients, NonFinite, Severity, default_rules, first_nonfinite_text
+from gradiometer.rules import (
+    ChangedOutside,
+    Fault,
+    NoGradients,
+    NonFinite,
+    NotUpdated,
+    Severity,
+    Stuck,
+    UpdateRatio,
+    UpdateSpike,
+    default_rules,
+    first_nonfinite_text,
+)
 from support.real_runs import Run, batches, perceptron
 from support.recording import record_of
 
@@ -68,6 +80,28 @@ def test_a_step_with_other_tables_changes_no_history(records):
         assert [x for rule in rules for x in rule.check(own(record))] == []
     assert texts(rules) == before
     assert [str(x) for rule in rules for x in rule.check(records[-1])] == []
+
+
+@pytest.mark.parametrize("make", [ChangedOutside, NotUpdated, Stuck, UpdateRatio, UpdateSpike])
+def test_a_rule_about_updates_skips_a_step_without_updates(records, make):
+    rule = make()
+    for record in records[:30]:
+        list(rule.check(record))
+    before = texts([rule])
+    for record in records[30:]:
+        # not even by the change of the weights, which is a lower bound
+        assert list(rule.check(without(record, "updates"))) == []
+    assert texts([rule]) == before
+
+
+def test_gradients_that_are_not_known_are_not_gradients(records):
+    rule, found = NoGradients(), []
+    for record in records[:10]:
+        columns = torch.zeros_like(record.columns())
+        columns[:, TENSORS.index["numel"]] = 4.0
+        seen = record_of(record.step, record.catalog, {"grads": columns})
+        found.append(len(list(rule.check(without(record, "grads") if record.step % 2 else seen))))
+    assert found == [0] * 8 + [1, 0]
 
 
 def test_a_step_without_any_gradient_has_a_table_of_gradients():

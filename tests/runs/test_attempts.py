@@ -10,19 +10,19 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from gradiometer.cli import app as cli
+from gradiometer.recorder import Catalog
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import RunError, read_run, verify
 from gradiometer.runs.writer import RunRecord
-from support.synthetic_run import make_info, make_records, make_roster, write_run
+from support.synthetic_run import make_catalog, make_info, make_records, same_bits, write_run
 
 NAN = Finding("nonfinite", Severity.ERROR, 3, 3, "grads", "blocks.0.weight", 1.0, 0.0, "in the first", "")
 
 
 def same(a, b):
     return a.steps.drop(["attempt"]) == b.steps.drop(["attempt"]) and all(
-        (x.values is None) == (y.values is None) and (x.values is None or x.values.equal(y.values))
-        for x, y in zip(a.records(), b.records(), strict=True)
+        same_bits(x, y) for x, y in zip(a.records(), b.records(), strict=True)
     )
 
 
@@ -54,31 +54,31 @@ def test_an_attempt_with_another_model_hides_nothing_of_the_first(tmp_path):
     alone = read_run(write_run(tmp_path / "alone", names=["a", "b", "c"], steps=20, every=2))
     write_run(tmp_path / "run", names=["a", "b", "c"], steps=20, every=2)
     sink = RunRecord(tmp_path / "run", fsync=False)
-    roster = replace(make_roster(names=["c", "d"]), shapes=((3,), (4,)))
-    sink.start(make_info(roster, model="Other", device="cuda:0"))
-    for record in make_records(roster, 3):
+    catalog = Catalog.of(["c", "d"], [(3,), (4,)], ["float32"] * 2)
+    sink.start(make_info(catalog, model="Other", device="cuda:0"))
+    for record in make_records(catalog, 3):
         sink.write([record], [])
     sink.close()
     # and a third, of the second's model
     sink = RunRecord(tmp_path / "run", fsync=False)
-    sink.start(make_info(roster, 3, model="Other", device="cuda:0"))
-    sink.write(list(make_records(roster, 1, first=3)), [])
+    sink.start(make_info(catalog, 3, model="Other", device="cuda:0"))
+    sink.write(list(make_records(catalog, 1, first=3)), [])
     sink.close()
 
     run = read_run(tmp_path / "run", attempt=1)
-    assert (run.roster, run.info["model"], run.info["device"]) == (alone.roster, "Synthetic", "cpu")
+    assert (run.catalog, run.info["model"], run.info["device"]) == (alone.catalog, "Synthetic", "cpu")
     assert run.info["every"] == 2
     assert same(run, alone)
     for attempt, steps in ((2, 3), (3, 4), (None, 4)):
         run = read_run(tmp_path / "run", attempt=attempt)
-        assert (run.roster, run.info["model"], len(run.steps)) == (roster, "Other", steps)
+        assert (run.catalog, run.info["model"], len(run.steps)) == (catalog, "Other", steps)
 
 
 def test_the_fault_of_each_attempt_is_kept(tmp_path):
     for message in ("first", "second"):
         sink = RunRecord(tmp_path, fsync=False)
-        sink.start(make_info(make_roster(2)))
-        sink.write(list(make_records(make_roster(2), 3)), [])
+        sink.start(make_info(make_catalog(2)))
+        sink.write(list(make_records(make_catalog(2), 3)), [])
         sink.fault(Fault("exception", message, 2, None, (), ()))
         sink.close()
     write_run(tmp_path, tensors=2, steps=3)
@@ -93,7 +93,7 @@ def test_a_damaged_fault_of_an_earlier_attempt_does_not_hold_up_the_next(tmp_pat
     write_run(tmp_path, tensors=2, steps=3)
     (tmp_path / "blackbox.json").write_text("{")
     sink = RunRecord(tmp_path, fsync=False)
-    sink.start(make_info(make_roster(2)))
+    sink.start(make_info(make_catalog(2)))
     sink.fault(Fault("exception", "second", 2, None, (), ()))
     sink.close()
 

@@ -12,13 +12,13 @@ import torch
 
 pytest.importorskip("pyarrow")
 
-from gradiometer.columns import COLUMN_INDEX, RING_WIDTH
 from gradiometer.runs import step_diff
 from gradiometer.runs.comparison import BitDifference
 from gradiometer.runs.diff import compare_runs, compared
 from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
-from support.synthetic_run import make_info, make_records, make_roster, write_run
+from support.changed_records import changed, column
+from support.synthetic_run import NEGATIVES, TAPS, make_catalog, make_info, make_records, write_run
 
 KINDS = ("grads", "weights", "updates")
 
@@ -26,10 +26,10 @@ KINDS = ("grads", "weights", "updates")
 def write(path, change=None, *, steps=20, kinds=("grads",), names=None, first=0, keep=None, **options):
     """Write a run; ``change(record)`` may alter each step."""
     every, fingerprint = options.get("every", 1), options.get("fingerprint", False)
-    roster = options.get("roster") or make_roster(4, kinds, names)
+    catalog = options.get("catalog") or make_catalog(4, kinds, names)
     sink = RunRecord(path, segment_steps=7, segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(roster, first, every=every, fingerprint=fingerprint))
-    for record in make_records(roster, steps, first=first, every=every, fingerprint=fingerprint):
+    sink.start(make_info(catalog, first, every=every, fingerprint=fingerprint))
+    for record in make_records(catalog, steps, first=first, every=every, fingerprint=fingerprint):
         if keep is not None and record.step not in keep:
             continue
         sink.write([record if change is None else change(record)], [])
@@ -37,17 +37,13 @@ def write(path, change=None, *, steps=20, kinds=("grads",), names=None, first=0,
     return read_run(path)
 
 
-def at(step, kind, place, column, factor):
+def at(step, kind, row, name, factor):
     """Multiply one value from this step on."""
 
-    def change(record):
-        if record.step < step or record.values is None:
-            return record
-        values = record.values.clone()
-        values[record.roster.place(kind), place, COLUMN_INDEX[column]] *= factor
-        return replace(record, values=values)
+    def multiply(table):
+        column(table, name)[row] *= factor
 
-    return change
+    return lambda record: changed(record, multiply, kind) if record.step >= step else record
 
 
 @pytest.fixture
@@ -84,7 +80,8 @@ def test_what_a_step_makes_first_comes_first(a, tmp_path):
     def change(record):
         if record.step < 5:
             return record
-        return replace(record, values=record.values * 2, scalars={**record.scalars, "loss": 1.0})
+        record = changed(record, lambda table: table.values.mul_(2))
+        return replace(record, scalars={**record.scalars, "loss": 1.0})
 
     found = compared(a, write(tmp_path / "b", change, kinds=KINDS))
 
@@ -132,12 +129,10 @@ def test_a_nan_is_the_same_as_a_nan_and_a_count_of_them_is_exact(tmp_path):
     a, b = write(tmp_path / "a", change), write(tmp_path / "b", change)
     assert compared(a, b).same
 
-    def put(record):
-        values = record.values.clone()
-        values[0, 3, COLUMN_INDEX["n_nan"]] = 1.0
-        return replace(change(record), values=values)
+    def put(table):
+        column(table, "n_nan")[3] = 1.0
 
-    c = write(tmp_path / "c", put)
+    c = write(tmp_path / "c", lambda record: changed(change(record), put))
     (difference,) = compared(a, c, rtol=1e6).first
     assert difference.name == "blocks.1.bias.grad"
     assert difference.values == {"n_nan": (0.0, 1.0)}
@@ -226,31 +221,125 @@ def test_with_no_step_in_common_nothing_is_the_same(tmp_path):
 
 
 def test_a_tensor_that_is_measured_in_one_run_only_differs(tmp_path):
-    def freeze(record):
-        values = record.values.clone()
-        values[0, 1] = 0
-        return replace(record, values=values)
-
-    found = compared(write(tmp_path / "a"), write(tmp_path / "b", freeze))
+    found = compared(write(tmp_path / "a"), write(tmp_path / "b", unmeasured))
 
     assert found.step == 0
     assert found.first[0].values["numel"] == (64.0, 0.0)
     assert torch.equal(read_run(tmp_path / "b").record(0).measured(), torch.tensor([True, False, True, True]))
 
 
+def unmeasured(record):
+    """Return the record without the second row of each table."""
+
+    def clear(table):
+        table.values[1] = 0
+        if table.fingerprints is not None:
+            table.fingerprints[1] = 0
+
+    return changed(record, clear)
+
+
+# kinds
+
+
+def test_any_kind_is_compared_by_its_own_columns_in_the_order_of_computation(tmp_path):
+    kinds = ("grads", "updates", "activations", "activation_grads", NEGATIVES)
+
+    def change(record):
+        for kind, name in (
+            ("updates", "n_stuck"),
+            ("grads", "sum"),
+            ("negatives", "n_negative"),
+            ("activation_grads", "sum4"),
+            ("activations", "n_zero_channels"),
+        ):
+            record = changed(record, lambda table, name=name: column(table, name)[:2].add_(1), kind)
+        return record if record.step == 7 else replace(record, tables=kept[record.step])
+
+    kept = {record.step: record.tables for record in make_records(make_catalog(4, kinds), 20)}
+    a, b = write(tmp_path / "a", kinds=kinds), write(tmp_path / "b", change, kinds=kinds)
+
+    found = compared(a, b)
+
+    taps = list(TAPS[:2])
+    assert [(d.kind, d.name, *d.values) for d in found.first] == [
+        *[("activations", name, "n_zero_channels") for name in taps],
+        *[("activation_grads", f"{name}.grad", "sum4") for name in taps[::-1]],
+        *[("grads", f"blocks.0.{name}.grad", "sum") for name in ("bias", "weight")],
+        *[("updates", f"blocks.0.{name}.update", "n_stuck") for name in ("weight", "bias")],
+        *[("negatives", f"blocks.0.{name}", "n_negative") for name in ("weight", "bias")],
+    ]
+    assert (found.step, found.compared) == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "factor", "rtol", "same"),
+    [
+        ("updates", "sumsq_u", 1 + 1e-6, 1e-6, True),
+        ("updates", "sumsq_u", 1 + 3e-6, 1e-6, False),
+        ("updates", "sumsq_g", 1 + 1e-6, 1e-6, True),
+        ("updates", "abs_max_u", 1 + 2e-6, 1e-6, False),
+        ("updates", "dot_ug", 1.001, 1e-3, True),
+        ("activations", "sum4", 1 + 3e-6, 1e-6, True),
+        ("activations", "sum4", 1 + 5e-6, 1e-6, False),
+        ("activations", "n_channels", 2, 1e9, False),
+        ("grad_exponents", "bin_300", 2, 0, False),
+    ],
+)
+def test_a_tolerance_follows_from_what_a_column_is(tmp_path, kind, name, factor, rtol, same):
+    kinds = ("grads", "updates", "activations", "grad_exponents")
+
+    def put(table):
+        column(table, name)[0] += 1
+
+    def base(record):
+        return changed(record, put, kind) if name.startswith("bin") else record
+
+    b = write(tmp_path / "b", lambda record: at(4, kind, 0, name, factor)(base(record)), kinds=kinds)
+    found = compared(write(tmp_path / "a", base, kinds=kinds), b, rtol=rtol)
+
+    assert found.same is same
+    assert [(d.step, d.kind, *d.values) for d in found.first] == ([] if same else [(4, kind, name)])
+
+
+def test_histograms_are_compared_where_both_runs_have_them(tmp_path):
+    kinds = ("grads", "grad_exponents")
+
+    def without(record):
+        some = {name: x for name, x in record.tables.items() if name == "grads" or record.step % 3 == 0}
+        return replace(record, tables=some)
+
+    a = write(tmp_path / "a", kinds=kinds, every=5, fingerprint=True)
+    # their steps need not be those with other tensors
+    b = write(
+        tmp_path / "b", at(12, "grad_exponents", 1, "n_zero", 2), kinds=kinds, every=5, fingerprint=True
+    )
+    c = write(tmp_path / "c", without, kinds=kinds, every=5, fingerprint=True)
+
+    assert compared(a, c).identical
+    found = compared(a, b)
+    assert (found.step, found.identical, found.bits) == (12, False, None)
+    assert [d.name for d in found.first] == ["blocks.0.bias.grad"]
+    assert found.first[0].values == {"n_zero": (17.0, 34.0)}
+    assert "exponents of gradients differ first at step 12" in found.verdict
+    assert (found.tensors, found.kinds) == (4, ((), ()))
+    assert compared(a, write(tmp_path / "d")).kinds == (("grad_exponents",), ())
+
+
 # fingerprints
 
 
 def flip(step, *places, bit=0):
-    """Flip a bit of the weighted sum of tensors, given as (kind, place), from this step on."""
+    """Flip a bit of the weighted sum of tensors, given as kind and row, from this step on."""
 
     def change(record):
-        if record.step < step or record.values is None:
-            return record
-        values = record.values.clone()
-        for kind, place in places:
-            values[record.roster.place(kind), place, RING_WIDTH + 2 :].view(torch.int64)[...] ^= 1 << bit
-        return replace(record, values=values)
+        for kind, row in places if record.step >= step else ():
+
+            def turn(table, row=row):
+                table.fingerprints[row, 2] ^= -(2**63) if bit == 63 else 1 << bit
+
+            record = changed(record, turn, kind)
+        return record
 
     return change
 
@@ -263,9 +352,9 @@ def printed(tmp_path):
 def test_equal_fingerprints_are_identical_runs_whatever_statistics_and_scalars_say(printed, tmp_path):
     def change(record):
         # rounded in another way
-        values = record.values.clone()
-        values[..., COLUMN_INDEX["sumsq"]] *= 1 + 2**-52
-        return replace(record, values=values, scalars={**record.scalars, "speed": record.time})
+        for kind, name in (("grads", "sumsq"), ("weights", "sumsq"), ("updates", "sumsq_u")):
+            record = at(0, kind, slice(None), name, 1 + 2**-52)(record)
+        return replace(record, scalars={**record.scalars, "speed": record.time})
 
     write(tmp_path / "b", change, kinds=KINDS, fingerprint=True)
     for found in (compare_runs(printed.path, str(printed.path)), compare_runs(printed, tmp_path / "b")):
@@ -278,10 +367,9 @@ def test_equal_fingerprints_are_identical_runs_whatever_statistics_and_scalars_s
 @pytest.mark.parametrize(
     ("places", "named", "kind"),
     [
-        ([("weights", 0), ("grads", 0), ("updates", 3)], "blocks.0.weight.grad", "grads"),
+        ([("weights", 0), ("grads", 0)], "blocks.0.weight.grad", "grads"),
         ([("grads", 1), ("grads", 3), ("weights", 2)], "blocks.1.bias.grad", "grads"),
-        ([("weights", 3), ("weights", 1), ("updates", 0)], "blocks.0.bias", "weights"),
-        ([("updates", 2), ("updates", 1)], "blocks.0.bias.update", "updates"),
+        ([("weights", 3), ("weights", 1)], "blocks.0.bias", "weights"),
     ],
 )
 @pytest.mark.parametrize("bit", [0, 40, 63])
@@ -319,13 +407,7 @@ def test_of_a_run_without_fingerprints_only_statistics_are_compared(tmp_path):
 
 
 def test_steps_that_lack_fingerprints_are_said_and_their_statistics_count(tmp_path):
-    def without(record):
-        values = record.values.clone()
-        if record.step in {5, 6}:
-            values[0, 2, RING_WIDTH:].view(torch.int64)[...] = torch.tensor([-1, 0, 0])
-        return replace(record, values=values)
-
-    a = write(tmp_path / "a", without, fingerprint=True)
+    a = write(tmp_path / "a", unknown_in({5, 6}, 2), fingerprint=True)
     found = compare_runs(a, write(tmp_path / "b", fingerprint=True))
     assert (found.identical, found.same, found.fingerprinted) == (False, True, 18)
     assert "2 have no fingerprints in both runs" in found.verdict
@@ -337,14 +419,10 @@ def test_steps_that_lack_fingerprints_are_said_and_their_statistics_count(tmp_pa
 def unknown_in(steps, *places):
     """Take the fingerprints of gradients away in these steps."""
 
-    def change(record):
-        values = record.values.clone()
-        for place in places:
-            if record.step in steps:
-                values[0, place, RING_WIDTH:].view(torch.int64)[...] = torch.tensor([-1, 0, 0])
-        return replace(record, values=values)
+    def clear(table):
+        table.fingerprints[[*places]] = torch.tensor([-1, 0, 0])
 
-    return change
+    return lambda record: changed(record, clear) if record.step in steps else record
 
 
 def test_the_last_step_decides_which_tensors_have_no_fingerprints(tmp_path):
@@ -365,24 +443,17 @@ def test_the_last_step_decides_which_tensors_have_no_fingerprints(tmp_path):
 
 def test_a_tensor_of_zeros_is_another_than_one_that_was_not_measured(tmp_path):
     def zeros(n_bytes):
-        def change(record):
-            values = record.values.clone()
-            values[0, 1, RING_WIDTH:].view(torch.int64)[...] = torch.tensor([n_bytes, 0, 0])
-            return replace(record, values=values)
+        def put(table):
+            table.fingerprints[1] = torch.tensor([n_bytes, 0, 0])
 
-        return change
+        return lambda record: changed(record, put)
 
     a, b = (write(tmp_path / str(n), zeros(n), fingerprint=True) for n in (0, 256))
     assert compare_runs(a, b).bits == BitDifference(0, "blocks.0.bias.grad", "grads", 1)
 
 
 def test_a_tensor_that_is_measured_in_one_run_only_has_other_bits(tmp_path):
-    def freeze(record):
-        values = record.values.clone()
-        values[0, 1] = 0
-        return replace(record, values=values)
-
-    a, b = (write(tmp_path / name, x, fingerprint=True) for name, x in (("a", None), ("b", freeze)))
+    a, b = (write(tmp_path / name, x, fingerprint=True) for name, x in (("a", None), ("b", unmeasured)))
 
     assert compare_runs(a, b).bits == BitDifference(0, "blocks.0.bias.grad", "grads", 1)
 
@@ -405,10 +476,11 @@ def test_the_bits_of_common_steps_are_compared_and_the_others_counted(printed, t
 
 
 def test_bits_of_tensors_with_other_names_shapes_or_dtypes_are_left_out(tmp_path):
-    roster = make_roster(4)
+    catalog = make_catalog(4)
     a = write(tmp_path / "a", fingerprint=True)
-    narrow = replace(roster, dtypes=("float32", "float32", "bfloat16", "float32"))
-    other = write(tmp_path / "b", flip(4, ("grads", 2)), roster=narrow, fingerprint=True)
+    rows = replace(catalog.parameters, dtypes=("float32", "float32", "bfloat16", "float32"))
+    narrow = replace(catalog, parameters=rows)
+    other = write(tmp_path / "b", flip(4, ("grads", 2)), catalog=narrow, fingerprint=True)
     names = ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "head"]
     renamed = write(tmp_path / "c", flip(7, ("grads", 3), ("grads", 0)), names=names, fingerprint=True)
 

@@ -13,26 +13,25 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import nn
 
 import gradiometer as gm
+from gradiometer.columns import TENSORS
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.runs import tables, writer
+from gradiometer.runs import RunError, parquet, read_run, writer
 from gradiometer.runs.directory import is_locked
-from gradiometer.runs.format import FINGERPRINTS, TENSORS
+from gradiometer.runs.format import fields_of
 from gradiometer.runs.journal import list_journals
-from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
-from support.synthetic_run import fail_writes, make_info, make_records, make_roster
+from support.synthetic_run import fail_writes, make_catalog, make_info, make_records, same_bits
 
 pytest.importorskip("pyarrow")
-ROSTER = make_roster(3)
+CATALOG = make_catalog(3)
 
 
 def opened(path, **options):
     sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
-    sink.start(make_info(ROSTER))
+    sink.start(make_info(CATALOG))
     return sink
 
 
@@ -62,7 +61,7 @@ def full(monkeypatch):
 @pytest.mark.parametrize("name", ["findings", "run"])
 @pytest.mark.parametrize("seconds", [math.inf, 0])
 def test_a_json_file_that_cannot_be_written_holds_up_no_step(tmp_path, full, name, seconds):
-    records = list(make_records(ROSTER, 25))
+    records = list(make_records(CATALOG, 25))
     sink = opened(tmp_path, segment_steps=10, segment_seconds=seconds)
     full.add(name)
     errors = 0
@@ -90,7 +89,7 @@ def test_a_segment_that_cannot_be_written_holds_up_no_finding(tmp_path, full):
     sink = opened(tmp_path, segment_steps=10)
     full.add("steps")
     with pytest.raises(OSError, match="No space left"):
-        sink.write(list(make_records(ROSTER, 12)), [finding()])
+        sink.write(list(make_records(CATALOG, 12)), [finding()])
     assert read_run(tmp_path).findings == [finding()]
     full.clear()
     sink.close()
@@ -100,7 +99,7 @@ def test_a_segment_that_cannot_be_written_holds_up_no_finding(tmp_path, full):
 @pytest.mark.parametrize("odd", [None, finding(value={1}), finding(tensor=b"w"), finding(message=object())])
 def test_a_finding_that_cannot_be_written_holds_up_neither_steps_nor_the_others(tmp_path, odd):
     sink = opened(tmp_path, segment_steps=10)
-    for record in make_records(ROSTER, 25):
+    for record in make_records(CATALOG, 25):
         with pytest.raises(TypeError):
             sink.write([record], [odd, finding()])
     assert len(steps_of(tmp_path)) == 25
@@ -119,7 +118,7 @@ def warnings_of(caplog):
 def test_one_line_says_how_many_steps_were_lost_and_why(tmp_path, full, caplog, recovers):
     sink = opened(tmp_path, segment_steps=10)
     full.update(("steps", "journal"))
-    for record in make_records(ROSTER, 100):
+    for record in make_records(CATALOG, 100):
         try:
             sink.write([record], [])
         except OSError:
@@ -142,7 +141,7 @@ def test_one_line_says_how_many_steps_were_lost_and_why(tmp_path, full, caplog, 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_removed_folder_is_made_again_and_the_run_goes_on(tmp_path, caplog, removed, goes_on):
     run_dir = tmp_path / "run"
-    records = list(make_records(ROSTER, 50))
+    records = list(make_records(CATALOG, 50))
     sink = opened(run_dir, segment_steps=10)
     sink.write(records[:24], [finding()])
     sink.fault(SimpleNamespace(to_dict=dict))  # writes the open segment, too
@@ -164,7 +163,7 @@ def test_a_removed_folder_is_made_again_and_the_run_goes_on(tmp_path, caplog, re
     left = [step for step in run.steps["step"].to_pylist() if step >= 20]
     assert left == list(range(20, 50 if goes_on else 24))
     for record in run.records(20):
-        assert torch.equal(record.values, records[record.step].values)
+        assert same_bits(record, records[record.step])
     # full segments that were in the folder are gone
     assert sink.lost == run.info["attempts"][0]["lost"] == 20
     assert run.info["closed"]
@@ -178,13 +177,13 @@ def test_a_removed_folder_is_made_again_and_the_run_goes_on(tmp_path, caplog, re
 def test_a_removed_folder_on_a_full_disk_is_made_again_when_there_is_room(tmp_path, full, caplog):
     run_dir = tmp_path / "run"
     sink = opened(run_dir, segment_steps=10)
-    sink.write(list(make_records(ROSTER, 10)), [])
+    sink.write(list(make_records(CATALOG, 10)), [])
     shutil.rmtree(run_dir)
     full.add("")
     with pytest.raises(OSError, match="No space left"):
-        sink.write(list(make_records(ROSTER, 15, first=10)), [])
+        sink.write(list(make_records(CATALOG, 15, first=10)), [])
     full.clear()
-    sink.write(list(make_records(ROSTER, 1, first=25)), [])
+    sink.write(list(make_records(CATALOG, 1, first=25)), [])
     sink.close()
     assert steps_of(run_dir) == list(range(10, 26))
     assert sink.lost == 10
@@ -206,7 +205,7 @@ sys.stdin.read()
 def test_a_removed_folder_that_another_run_has_taken_is_left_to_it(tmp_path):
     run_dir = tmp_path / "run"
     sink = opened(run_dir, segment_steps=10)
-    sink.write(list(make_records(ROSTER, 10)), [])
+    sink.write(list(make_records(CATALOG, 10)), [])
     shutil.rmtree(run_dir)
     run_dir.mkdir()
     command, pipe = [sys.executable, "-c", OTHER, str(run_dir / ".lock")], subprocess.PIPE
@@ -214,7 +213,7 @@ def test_a_removed_folder_that_another_run_has_taken_is_left_to_it(tmp_path):
         assert other.stdout.readline() == "locked\n"
         (run_dir / "run.json").write_text("its own")
         with pytest.raises(RunError, match="is already being written by another run"):
-            sink.write(list(make_records(ROSTER, 10, first=10)), [])
+            sink.write(list(make_records(CATALOG, 10, first=10)), [])
         with pytest.raises(RunError, match="is already being written by another run"):
             sink.close()
     assert sink.lost == 20
@@ -225,10 +224,10 @@ def test_a_removed_folder_that_another_run_has_taken_is_left_to_it(tmp_path):
 def test_a_change_of_the_working_directory_moves_no_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sink = opened("run", segment_steps=10)
-    sink.write(list(make_records(ROSTER, 10)), [])
+    sink.write(list(make_records(CATALOG, 10)), [])
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    sink.write(list(make_records(ROSTER, 10, first=10)), [])
+    sink.write(list(make_records(CATALOG, 10, first=10)), [])
     sink.close()
     assert steps_of(tmp_path / "run") == list(range(20))
     assert list((tmp_path / "elsewhere").iterdir()) == []
@@ -236,7 +235,7 @@ def test_a_change_of_the_working_directory_moves_no_run(tmp_path, monkeypatch):
 
 def test_steps_that_a_restart_supersedes_are_not_lost_with_the_folder(tmp_path):
     sink = opened(tmp_path / "run", segment_steps=10)
-    sink.write([*make_records(ROSTER, 30), *make_records(ROSTER, 7, first=12)], [])
+    sink.write([*make_records(CATALOG, 30), *make_records(CATALOG, 7, first=12)], [])
     shutil.rmtree(tmp_path / "run")
     sink.close()
     assert steps_of(tmp_path / "run") == list(range(12, 19))
@@ -354,14 +353,14 @@ def test_the_report_of_a_fault_is_written_when_the_disk_works_again(tmp_path, fu
         sink.fault(SimpleNamespace(to_dict=lambda: {"reason": "exception"}))
     assert read_run(tmp_path).blackbox is None
     full.clear()
-    sink.write(list(make_records(ROSTER, 1)), [])
+    sink.write(list(make_records(CATALOG, 1)), [])
     assert read_run(tmp_path).blackbox == {"reason": "exception", "attempt": 1}
     sink.close()
 
 
 def test_a_run_with_a_damaged_run_json_goes_on_with_a_new_one(tmp_path, caplog):
     sink = opened(tmp_path)
-    sink.write(list(make_records(ROSTER, 5)), [])
+    sink.write(list(make_records(CATALOG, 5)), [])
     sink.close()
     path = tmp_path / "run.json"
     damaged = path.read_bytes()[:-9]
@@ -369,8 +368,8 @@ def test_a_run_with_a_damaged_run_json_goes_on_with_a_new_one(tmp_path, caplog):
     with pytest.raises(RunError, match=r"run.json cannot be read \(.*\): restore it from a copy, or set its"):
         read_run(tmp_path)
     sink = RunRecord(tmp_path, fsync=False)
-    sink.start(make_info(ROSTER, 5))
-    sink.write(list(make_records(ROSTER, 3, first=5)), [])
+    sink.start(make_info(CATALOG, 5))
+    sink.write(list(make_records(CATALOG, 3, first=5)), [])
     sink.close()
     (kept,) = tmp_path.glob("run-damaged-*.json")
     assert kept.read_bytes() == damaged
@@ -382,8 +381,8 @@ def test_a_run_with_a_damaged_run_json_goes_on_with_a_new_one(tmp_path, caplog):
 def test_rows_that_a_missing_segment_superseded_do_not_come_back(tmp_path, table):
     for first, steps in ((0, 10), (5, 3)):
         sink = RunRecord(tmp_path, fsync=False)
-        sink.start(make_info(ROSTER, first))
-        sink.write(list(make_records(ROSTER, steps, first=first)), [])
+        sink.start(make_info(CATALOG, first))
+        sink.write(list(make_records(CATALOG, steps, first=first)), [])
         sink.close()
     for name in ("steps", "tensors") if table == "both" else ("steps",):
         (tmp_path / name / f"{name}-0002-0000000005.parquet").unlink()
@@ -393,4 +392,4 @@ def test_rows_that_a_missing_segment_superseded_do_not_come_back(tmp_path, table
 def test_what_waited_for_the_disk_can_be_read_however_well_it_compresses():
     # up to four full segments are one file then; a row counts 8 bytes for each column
     rows = inspect.signature(RunRecord).parameters["segment_rows"].default
-    assert writer._WAITING * rows * 8 * len((*TENSORS, *FINGERPRINTS)) <= tables._LARGEST
+    assert writer._WAITING * rows * 8 * len(fields_of(TENSORS, fingerprints=True)) <= parquet._LARGEST

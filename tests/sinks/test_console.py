@@ -12,17 +12,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS, Flag
+from gradiometer.columns import Flag
+from gradiometer.recorder import Table
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
-from support.synthetic_run import make_info, make_records, make_roster
+from support.synthetic_run import make_catalog, make_info, make_records
 
 pytest.importorskip("rich")
 
 from gradiometer.sinks import Console
 from gradiometer.sinks.protocol import Sink
 
-ROSTER = make_roster(6)
+CATALOG = make_catalog(6)
 
 
 def finding(step=3, tensor="blocks.0.weight", severity=Severity.ERROR, rule="nonfinite"):
@@ -31,7 +32,7 @@ def finding(step=3, tensor="blocks.0.weight", severity=Severity.ERROR, rule="non
 
 
 def records(steps=10, **more):
-    return list(make_records(ROSTER, steps, **more))
+    return list(make_records(CATALOG, steps, **more))
 
 
 class Screen(io.StringIO):
@@ -63,7 +64,7 @@ def test_a_line_has_what_matters():
     screen = Screen()
     console = Console(file=screen)
     assert isinstance(console, Sink)
-    console.start(make_info(ROSTER, every=5))
+    console.start(make_info(CATALOG, every=5))
     console.write(records(1), [])
     start, line = screen.lines()
     assert start == "watching Synthetic: grads of 6 tensors, every 5 steps"
@@ -119,9 +120,11 @@ def test_only_what_is_allowed_is_shown():
 
 def test_flags_are_counted_in_words():
     (record,) = records(1, nonfinite_at=0)
-    flags = record.values[0, :, NUM_COLUMNS]
+    table = record.tables["grads"]
+    assert table.value("n_nan")[0] == 3
+    flags = table.flags.clone()
     flags[2:] = torch.tensor([int(Flag.EXPLODING), int(Flag.DEAD | Flag.VANISHING), 0, 0])
-    assert record.values[0, 0, COLUMN_INDEX["n_nan"]] == 3
+    record = replace(record, tables={"grads": Table(table.kind, table.rows, table.values, flags)})
     screen = Screen()
     Console(file=screen).write([record], [])
     (line,) = screen.lines()

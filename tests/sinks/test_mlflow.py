@@ -12,10 +12,10 @@ from gradiometer.runs.json_files import encodable
 from gradiometer.sinks import MLflow, Selection
 from gradiometer.sinks.mlflow import legal
 from gradiometer.sinks.protocol import Sink
-from support.synthetic_run import make_info, make_records, make_roster
+from support.synthetic_run import make_catalog, make_info, make_records
 
-ROSTER = make_roster(4)
-INFO = make_info(ROSTER)
+CATALOG = make_catalog(4)
+INFO = make_info(CATALOG)
 SEEN = Finding("dead", Severity.WARNING, 3, 5, "grads", "a.w", 1.0, 1.0, "a.w.grad is zero", "do this")
 
 
@@ -45,7 +45,7 @@ def test_without_a_run_it_makes_one_and_ends_it(mlflow):
     sink = MLflow("ours", tensors=r"0\.w", every=2)
     assert isinstance(sink, Sink)
     assert only_run(mlflow)[1].info.status == "RUNNING"
-    steps = list(make_records(ROSTER, 6))
+    steps = list(make_records(CATALOG, 6))
     sink.start(INFO)
     sink.write(steps, [SEEN])
     sink.close()
@@ -66,7 +66,7 @@ def test_an_active_run_is_used_and_left_open(mlflow):
     mlflow.set_experiment("theirs")
     with mlflow.start_run() as run:
         sink = MLflow()
-        sink.write(list(make_records(ROSTER, 2)), [])
+        sink.write(list(make_records(CATALOG, 2)), [])
         sink.close()
         assert mlflow.MlflowClient().get_run(run.info.run_id).info.status == "RUNNING"
     client, found = only_run(mlflow, "theirs")
@@ -84,7 +84,7 @@ def test_requests_are_few(mlflow, monkeypatch):
 
     monkeypatch.setattr(mlflow.MlflowClient, "log_batch", log_batch)
     sink = MLflow("ours", seconds=1e9)
-    for record in make_records(ROSTER, 600):
+    for record in make_records(CATALOG, 600):
         sink.write([record], [])
     # four values per step; a request holds a thousand
     assert sent == [1000, 1000]
@@ -92,13 +92,13 @@ def test_requests_are_few(mlflow, monkeypatch):
     assert sent == [1000, 1000, 400]
     sent.clear()
     sink = MLflow("ours", seconds=0)
-    sink.write(list(make_records(ROSTER, 3)), [])
+    sink.write(list(make_records(CATALOG, 3)), [])
     assert sent == [12]
 
 
 def test_what_is_not_finite_arrives(mlflow):
     sink = MLflow("ours", tensors="")
-    sink.write(list(make_records(ROSTER, 1, nonfinite_at=0)), [])
+    sink.write(list(make_records(CATALOG, 1, nonfinite_at=0)), [])
     sink.close()
     metrics = only_run(mlflow)[1].data.metrics
     assert math.isnan(metrics["train/loss"])
@@ -124,9 +124,9 @@ def test_names_become_legal_and_stay_apart(mlflow):
     keys = [f"grads/{name}/norm" for name in NAMES] + [f"train/{name}" for name in NAMES] + list(NAMES)
     assert len({legal(key) for key in keys}) == len(keys)
     assert legal("grads/blocks.0.w/norm") == "grads/blocks.0.w/norm"
-    roster = make_roster(names=NAMES)
+    catalog = make_catalog(names=NAMES)
     sink = MLflow("ours", tensors="")
-    sink.write(list(make_records(roster, 1)), [])
+    sink.write(list(make_records(catalog, 1)), [])
     sink.close()
     assert only_run(mlflow)[1].data.metrics.keys() >= {
         legal(encodable(f"grads/{name}/norm")) for name in NAMES
@@ -145,7 +145,7 @@ def test_names_become_legal_and_stay_apart(mlflow):
 )
 def test_a_fault_sends_all_and_is_a_tag_and_a_status(mlflow, reason, status):
     sink = MLflow("ours", seconds=1e9)
-    sink.write(list(make_records(ROSTER, 2)), [SEEN])
+    sink.write(list(make_records(CATALOG, 2)), [SEEN])
     assert not only_run(mlflow)[1].data.metrics
     sink.fault(Fault(reason, "boom", 6, "step 5, a.w.grad", [SEEN], []))
     _, run = only_run(mlflow)
@@ -171,10 +171,10 @@ def test_an_error_of_the_server_comes_out_of_write_and_nothing_piles_up(mlflow, 
 
     with monkeypatch.context() as patch:
         patch.setattr(mlflow.MlflowClient, "log_batch", log_batch)
-        for record in make_records(ROSTER, 5):
+        for record in make_records(CATALOG, 5):
             with pytest.raises(ConnectionError, match="no route"):
                 sink.write([record], [])
-    sink.write(list(make_records(ROSTER, 1, first=5)), [])
+    sink.write(list(make_records(CATALOG, 1, first=5)), [])
     sink.close()
     client, run = only_run(mlflow)
     assert [step for step, _ in points(client, run, "train/loss")] == [5]

@@ -11,17 +11,18 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
 
 from gradiometer import sinks
+from gradiometer.recorder import KINDS
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.sinks.protocol import Sink
-from gradiometer.sinks.selection import STATISTICS, News, check_key, lookup
-from support.synthetic_run import make_info, make_records, make_roster
+from gradiometer.sinks.selection import News, check_key, lookup
+from support.changed_records import changed, column
+from support.synthetic_run import NEGATIVES, make_catalog, make_info, make_records
 
-ROSTER = make_roster(6)
-INFO = make_info(ROSTER)
+CATALOG = make_catalog(6)
+INFO = make_info(CATALOG)
 
 
 def finding(step=3, tensor="blocks.0.weight", severity=Severity.ERROR, **more):
@@ -30,8 +31,8 @@ def finding(step=3, tensor="blocks.0.weight", severity=Severity.ERROR, **more):
     return Finding(severity=severity, first_step=step, tensor=tensor, **fields)
 
 
-def records(steps=10, roster=ROSTER, **more):
-    return list(make_records(roster, steps, **more))
+def records(steps=10, catalog=CATALOG, **more):
+    return list(make_records(catalog, steps, **more))
 
 
 # selection
@@ -53,52 +54,101 @@ def test_tensors_are_taken_by_name_and_statistic():
     selection = sinks.Selection(
         tensors=r"^blocks\.[01]\.w", statistics=("norm", "abs_max"), totals=(), scalars=None
     )
-    rows = {name: ROSTER.index[name] for name in ("blocks.0.weight", "blocks.1.weight")}
+    rows = {name: CATALOG.index[name] for name in ("blocks.0.weight", "blocks.1.weight")}
     expected = {
         f"grads/{name}/{what}": record.value(what)[i].item()
         for name, i in rows.items()
         for what in ("norm", "abs_max")
     }
     assert selection.values(record) == expected
-    assert len(sinks.Selection(tensors="").values(record)) == 4 + len(ROSTER.names)
+    assert len(sinks.Selection(tensors="").values(record)) == 4 + len(CATALOG.names)
 
 
-def test_updates_have_statistics_of_their_own():
-    roster = make_roster(2, ("grads", "updates"))
-    (record,) = records(1, roster)
-    further = torch.tensor([[16.0, 4.0, -2.0, 8.0, 2.0, 16.0]] * 2, dtype=torch.float64)
-    record = replace(record, further=further)
-    names = ("norm", "update_ratio", "stuck_fraction")
-    values = sinks.Selection(tensors="weight", statistics=names, totals=names, scalars=None).values(record)
+def test_each_kind_has_the_statistics_of_its_schema():
+    catalog = make_catalog(2, ("grads", "updates", "activations"))
+
+    def put(table):
+        for name, value in (("sumsq_b", 16.0), ("n_nonzero_g", 8.0), ("n_stuck", 2.0)):
+            column(table, name)[...] = value
+
+    record = changed(records(1, catalog)[0], put, "updates")
+    names = ("norm", "update_ratio", "stuck_fraction", "kurtosis")
+    selection = sinks.Selection(tensors="weight|logits", statistics=names, totals=names, scalars=None)
+    values = selection.values(record)
     assert {key for key in values if key.startswith("grads")} == {
         "grads/total_norm",
         "grads/blocks.0.weight/norm",
     }
+    assert {key for key in values if key.startswith("activations")} == {
+        *("activations/total_norm", "activations/kurtosis"),
+        *("activations/logits/norm", "activations/logits/kurtosis"),
+    }
     assert values["updates/stuck_fraction"] == values["updates/blocks.0.weight/stuck_fraction"] == 0.25
     assert values["updates/update_ratio"] == record.total("update_ratio", "updates")
     assert lookup(record, "updates/blocks.0.weight/stuck_fraction") == 0.25
+    assert lookup(record, "grads/kurtosis") is None
     check_key("updates/update_ratio")
-    with pytest.raises(ValueError, match="only updates have update_ratio"):
-        check_key("grads/update_ratio")
+    for key, message in (
+        ("grads/update_ratio", "only updates have update_ratio"),
+        ("grads/kurtosis", "only activations and activation_grads have kurtosis"),
+    ):
+        with pytest.raises(ValueError, match=f"'{key}' is not a key: {message}"):
+            check_key(key)
+
+
+def test_a_kind_that_nobody_knows_is_written_too(tmp_path):
+    (record,) = records(1, make_catalog(2, ("grads", NEGATIVES)))
+    write(tmp_path / "run", [record], tensors="bias").close()
+    (line,) = lines_of(tmp_path / "run")
+    # it has no norm
+    assert {key for key in line if key.startswith("negatives")} == {
+        *("negatives/numel", "negatives/negative_fraction"),
+        *("negatives/blocks.0.bias/numel", "negatives/blocks.0.bias/negative_fraction"),
+    }
+
+
+def test_histograms_are_written_if_they_are_asked_for():
+    (record,) = records(1, make_catalog(4, ("grads", "grad_exponents")))
+    assert not any(key.startswith("grad_exponents") for key in sinks.Selection(tensors="").values(record))
+    selection = sinks.Selection(
+        "0.bias", "max_exponent", ("numel", "bin_1"), scalars=None, kinds="grad_exponents"
+    )
+    assert selection.values(record) == {
+        "grad_exponents/numel": record.total("numel", "grad_exponents"),
+        "grad_exponents/bin_1": record.total("bin_1", "grad_exponents"),
+        "grad_exponents/blocks.0.bias/max_exponent": record.value("max_exponent", "grad_exponents")[1].item(),
+    }
+
+
+def test_a_kind_may_be_registered_later(monkeypatch):
+    with pytest.raises(ValueError, match="there is no 'negatives'; choose from grads"):
+        sinks.Selection(kinds=("negatives",))
+    monkeypatch.setitem(KINDS, "negatives", NEGATIVES)
+    (record,) = records(1, make_catalog(2, ("grads", NEGATIVES)))
+    selection = sinks.Selection(kinds="negatives", totals=("n_negative",), scalars=None)
+    assert selection.values(record) == {"negatives/n_negative": record.total("n_negative", "negatives")}
+    check_key("negatives/blocks.0.bias/negative_fraction")
 
 
 def test_statistics_may_be_a_pattern_of_whole_names():
+    known = [
+        name for kind in KINDS.values() if kind.schema.storage == "columns" for name in kind.schema.names
+    ]
     assert sinks.Selection(tensors="", statistics=r"n_.*").statistics == tuple(
-        name for name in STATISTICS if name.startswith("n_")
+        dict.fromkeys(name for name in known if name.startswith("n_"))
     )
     assert sinks.Selection(tensors="", statistics="norm").statistics == ("norm",)
 
 
 def test_every_kind_has_its_own_keys_and_what_was_not_measured_has_none():
-    roster = make_roster(4, ("grads", "weights"))
-    (record,) = records(1, roster)
-    record.values[0, 1] = 0.0  # a parameter without a gradient
+    catalog = make_catalog(4, ("grads", "weights"))
+    record = records(1, catalog)[0]
+    # a parameter without a gradient
+    record = changed(record, lambda table: table.values[1].zero_(), "grads")
     values = sinks.Selection(tensors="", scalars=None, totals=("rms",)).values(record)
     assert {"grads/rms", "weights/rms", "weights/blocks.0.bias/norm"} <= values.keys()
     assert "grads/blocks.0.bias/norm" not in values
-    # a record keeps what was computed from its values
-    record.values[0] = 0.0
-    record = replace(record)
+    record = changed(record, lambda table: table.values.zero_(), "grads")
     assert not any(key.startswith("grads") for key in sinks.Selection(tensors="").values(record))
     only = sinks.Selection(tensors="", scalars=None, kinds=("weights",)).values(record)
     assert {key.split("/")[0] for key in only} == {"weights"}
@@ -115,10 +165,10 @@ def test_every_takes_some_steps_and_those_that_are_not_finite():
     assert taken == [0, 10, 17, 20]
 
 
-def test_rows_are_found_anew_for_another_roster():
+def test_rows_are_found_anew_for_another_catalog():
     selection = sinks.Selection(tensors="b$", scalars=None, totals=())
     for names in (["a", "b"], ["b", "a", "c.b"]):
-        (record,) = records(1, make_roster(names=names))
+        (record,) = records(1, make_catalog(names=names))
         expected = {f"grads/{name}/norm" for name in names if name.endswith("b")}
         assert selection.values(record).keys() == expected
 
@@ -144,8 +194,9 @@ def test_a_bad_selection_says_what_is_wrong(options, message):
 
 
 def test_a_key_is_looked_up_or_refused():
-    (record,) = records(1, make_roster(names=["a/b", "a"]))
-    found = sinks.Selection(tensors="", statistics=STATISTICS, totals=STATISTICS).values(record)
+    (record,) = records(1, make_catalog(names=["a/b", "a"]))
+    names = KINDS["grads"].schema.names
+    found = sinks.Selection(tensors="", statistics=names, totals=names).values(record)
     for key, value in found.items():
         check_key(key)
         assert lookup(record, key) == value
@@ -267,8 +318,8 @@ def test_a_full_disk_leaves_complete_lines_and_the_error_is_passed_on(tmp_path, 
 
 @pytest.mark.parametrize("name", ["ü/é 中", 'a"b\\c\n', "half\udc80", "<b>[0]</b>"])
 def test_names_of_any_characters_are_valid_json(tmp_path, name):
-    roster = make_roster(names=[name])
-    write(tmp_path / "run", records(1, roster), tensors="").close()
+    catalog = make_catalog(names=[name])
+    write(tmp_path / "run", records(1, catalog), tensors="").close()
     # half of a surrogate pair is not a character, and many readers reject it
     name = name.replace("\udc80", r"\udc80")
     assert f"grads/{name}/norm" in lines_of(tmp_path / "run")[0]

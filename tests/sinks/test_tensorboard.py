@@ -11,22 +11,22 @@ from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.sinks import Selection, TensorBoard
 from gradiometer.sinks.protocol import Sink
-from support.synthetic_run import make_info, make_records, make_roster
+from support.synthetic_run import make_catalog, make_info, make_records
 
 pytest.importorskip("tensorboard")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROSTER = make_roster(6)
+CATALOG = make_catalog(6)
 SEEN = Finding(
     "dead", Severity.WARNING, 3, 5, "grads", "a__b_.w", 1.0, 1.0, "a__b_.w.grad is zero", "do this"
 )
 
 
-def opened(folder, roster=ROSTER, **options):
+def opened(folder, catalog=CATALOG, **options):
     sink = TensorBoard(folder, **options)
     assert isinstance(sink, Sink)
-    sink.start(make_info(roster))
+    sink.start(make_info(catalog))
     return sink
 
 
@@ -37,7 +37,7 @@ def read(folder):
 
 
 def test_scalars_are_read_back_with_their_steps_and_times(tmp_path):
-    steps = list(make_records(ROSTER, 20))
+    steps = list(make_records(CATALOG, 20))
     sink = opened(tmp_path / "run", tensors=r"0\.w", every=5)
     sink.write(steps[:10], [])
     sink.write(steps[10:], [])
@@ -55,7 +55,7 @@ def test_scalars_are_read_back_with_their_steps_and_times(tmp_path):
 
 
 def test_what_is_not_finite_stays_so(tmp_path):
-    steps = list(make_records(ROSTER, 2, nonfinite_at=0))
+    steps = list(make_records(CATALOG, 2, nonfinite_at=0))
     steps[1].scalars["big"] = 1e300
     sink = opened(tmp_path, tensors="")
     sink.write(steps, [])
@@ -69,15 +69,15 @@ def test_what_is_not_finite_stays_so(tmp_path):
 
 @pytest.mark.parametrize("name", ["a b<c>[0]", "ü/中", "x" * 300, "a:b//c#d"])
 def test_names_are_tags_as_they_are(tmp_path, name):
-    roster = make_roster(names=[name])
-    sink = opened(tmp_path, roster, tensors="")
-    sink.write(list(make_records(roster, 1)), [])
+    catalog = make_catalog(names=[name])
+    sink = opened(tmp_path, catalog, tensors="")
+    sink.write(list(make_records(catalog, 1)), [])
     sink.close()
     assert f"grads/{name}/norm" in read(tmp_path).Tags()["scalars"]
 
 
 def test_findings_and_a_fault_are_text(tmp_path):
-    steps = list(make_records(ROSTER, 6))
+    steps = list(make_records(CATALOG, 6))
     sink = opened(tmp_path)
     sink.write(steps[:4], [SEEN])
     sink.write(steps[4:], [SEEN])
@@ -97,16 +97,16 @@ def test_findings_and_a_fault_are_text(tmp_path):
 
 
 def test_half_of_a_surrogate_pair_is_written_by_its_number(tmp_path):
-    roster = make_roster(names=["w\ud800"])
-    sink = opened(tmp_path, roster, tensors="")
-    sink.write(list(make_records(roster, 2)), [])
+    catalog = make_catalog(names=["w\ud800"])
+    sink = opened(tmp_path, catalog, tensors="")
+    sink.write(list(make_records(catalog, 2)), [])
     sink.close()
     assert r"grads/w\ud800/norm" in read(tmp_path).Tags()["scalars"]
 
 
 def test_an_error_of_the_writer_comes_out_of_write(tmp_path, monkeypatch):
     sink = opened(tmp_path)
-    steps = list(make_records(ROSTER, 2))
+    steps = list(make_records(CATALOG, 2))
     sink.write(steps[:1], [])
 
     def full():

@@ -14,10 +14,10 @@ from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.sinks import Selection, WeightsAndBiases
 from gradiometer.sinks.protocol import Sink
-from support.synthetic_run import make_info, make_records, make_roster
+from support.synthetic_run import make_catalog, make_info, make_records
 
-ROSTER = make_roster(4)
-INFO = make_info(ROSTER)
+CATALOG = make_catalog(4)
+INFO = make_info(CATALOG)
 STEP = "gradiometer/step"
 SEEN = Finding("dead", Severity.WARNING, 3, 5, "grads", "a.w", 1.0, 1.0, "a.w.grad is zero", "do this")
 
@@ -60,8 +60,8 @@ def test_without_a_run_it_makes_one_and_finishes_it(wandb, tmp_path):
     sink = WeightsAndBiases("project", init={"name": "mine"}, tensors=r"0\.w", every=2)
     assert isinstance(sink, Sink)
     assert (wandb.run.name, wandb.run.project) == ("mine", "project")
-    steps = list(make_records(ROSTER, 6))
-    sink.start(INFO)
+    steps = list(make_records(CATALOG, 6))
+    sink.start(make_info(make_catalog(4, ("grads", "weights", "activations"))))
     sink.write(steps, [SEEN])
     sink.close()
     assert wandb.run is None
@@ -69,7 +69,7 @@ def test_without_a_run_it_makes_one_and_finishes_it(wandb, tmp_path):
     assert ours(history(tmp_path)) == [{STEP: s.step, **selection.values(s)} for s in steps[::2]]
     metrics = [r.metric for r in written(tmp_path) if r.WhichOneof("record_type") == "metric"]
     assert {m.glob_name: m.step_metric for m in metrics if m.glob_name} == dict.fromkeys(
-        ("grads/*", "weights/*", "updates/*", "train/*"), STEP
+        ("grads/*", "weights/*", "activations/*", "train/*"), STEP
     )
 
 
@@ -77,7 +77,7 @@ def test_what_is_not_finite_arrives(wandb, tmp_path):
     del wandb
     sink = WeightsAndBiases("project", tensors="")
     sink.start(INFO)
-    sink.write(list(make_records(ROSTER, 1, nonfinite_at=0)), [])
+    sink.write(list(make_records(CATALOG, 1, nonfinite_at=0)), [])
     sink.close()
     (row,) = ours(history(tmp_path))
     assert math.isnan(row["train/loss"])
@@ -89,7 +89,7 @@ def test_an_active_run_is_used_and_left_open_and_its_scalars_are_left_alone(wand
     run = wandb.init(project="theirs")
     sink = WeightsAndBiases("ours")
     sink.start(INFO)
-    for record in make_records(ROSTER, 3):
+    for record in make_records(CATALOG, 3):
         wandb.log({"train/loss": float(record.step)})
         sink.write([record], [])
     sink.close()
@@ -108,7 +108,7 @@ def test_with_commit_false_no_row_of_yours_is_refused(wandb, tmp_path):
     run = wandb.init(project="theirs")
     sink = WeightsAndBiases(commit=False)
     sink.start(INFO)
-    steps = list(make_records(ROSTER, 12))
+    steps = list(make_records(CATALOG, 12))
     for i in range(4):
         wandb.log({"mine": float(i)}, step=i)
         sink.write(steps[3 * i : 3 * i + 3], [])
@@ -133,10 +133,10 @@ def test_half_of_a_surrogate_pair_is_written_by_its_number():
 
     pytest.importorskip("wandb")
     active = Active()
-    roster = make_roster(names=["w\ud800"])
+    catalog = make_catalog(names=["w\ud800"])
     sink = WeightsAndBiases(run=active, tensors="", alerts=Severity.INFO)
     found = replace(SEEN, message="w\ud800 is zero")
-    sink.write(list(make_records(roster, 1)), [found])
+    sink.write(list(make_records(catalog, 1)), [found])
     sink.fault(Fault("exception", "w\ud800", 6, None, [], []))
     assert r"grads/w\ud800/norm" in active.logged[0]
     json.dumps([active.logged, active.summary, active.alerts], ensure_ascii=False).encode()
@@ -149,7 +149,7 @@ def test_findings_and_a_fault_are_in_the_summary_and_alerts_only_if_asked(wandb,
         sink = WeightsAndBiases("project", alerts=alert)
         run = wandb.run
         sink.start(INFO)
-        sink.write(list(make_records(ROSTER, 2)), [SEEN])
+        sink.write(list(make_records(CATALOG, 2)), [SEEN])
         sink.write([], [SEEN])
         assert list(run.summary["gradiometer/findings"]) == [str(SEEN)]
         assert run.summary["gradiometer/n_findings"] == 1
@@ -176,7 +176,7 @@ def test_a_run_may_be_given(wandb, tmp_path):
     run = wandb.init(project="theirs")
     sink = WeightsAndBiases(run=run, scalars="lr")
     sink.start(INFO)
-    sink.write(list(make_records(ROSTER, 1)), [])
+    sink.write(list(make_records(CATALOG, 1)), [])
     run.finish()
     (row,) = ours(history(tmp_path))
     assert row.keys() == {STEP, "train/lr", "grads/total_norm", "grads/n_nonfinite"}
@@ -185,10 +185,10 @@ def test_a_run_may_be_given(wandb, tmp_path):
 @pytest.mark.parametrize("name", ["a b<c>[0]", "ü/中", "x" * 300, "a.b:c//d"])
 def test_names_are_keys_as_they_are(wandb, tmp_path, name):
     del wandb
-    roster = make_roster(names=[name])
+    catalog = make_catalog(names=[name])
     sink = WeightsAndBiases("project", tensors="")
-    sink.start(make_info(roster))
-    sink.write(list(make_records(roster, 1)), [])
+    sink.start(make_info(catalog))
+    sink.write(list(make_records(catalog, 1)), [])
     sink.close()
     assert f"grads/{name}/norm" in ours(history(tmp_path))[0]
 
@@ -205,4 +205,4 @@ def test_an_error_of_the_run_comes_out_of_write(wandb):
     sink.start(INFO)
     run.finish()
     with pytest.raises(wandb.errors.UsageError):
-        sink.write(list(make_records(ROSTER, 1)), [])
+        sink.write(list(make_records(CATALOG, 1)), [])

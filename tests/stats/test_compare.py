@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import gradiometer as gm
-from gradiometer.columns import PAIR_DERIVED
 from support.gradients import bit_patterns
 from support.pair_oracle import assert_pair
 
@@ -21,11 +17,6 @@ NAMES = tuple(column.name for column in gm.PAIR_COLUMNS)
 
 def row(stats, name):
     return dict(zip(NAMES, stats.columns[stats.names.index(name)].tolist(), strict=True))
-
-
-def told(report):
-    """Return a report as text: NaN is not equal to itself."""
-    return repr(report.to_dict())
 
 
 def two_of(*shapes, seed=0):
@@ -313,76 +304,6 @@ def test_merging_is_concatenating():
         )
     exact = [NAMES.index(name) for name in ("numel", "n_unchanged", "abs_max_u")]
     assert merged.columns[:, exact].tolist() == whole.columns[:, exact].tolist()
-    with pytest.raises(ValueError, match="row 0 is 'w0' in one and 'w1' in the other"):
-        gm.compare(a, b).merge(gm.compare({"w1": a["w1"]}, {"w1": b["w1"]}))
-    with pytest.raises(TypeError, match="merge: expected PairStats, got TensorStats"):
-        gm.compare(a, b).merge(gm.collect(a))
-    with pytest.raises(TypeError, match="merge: expected TensorStats, got PairStats"):
-        gm.collect(a).merge(gm.compare(a, b))
-
-
-def test_groups_and_modules():
-    model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 1))
-    stats = gm.collect_updates(model, stepped(model))
-    grouped = stats.group({"weights": "weight$", "last": model[2], "none": ["x"]}, model=model)
-    rows = stats.columns.tolist()
-
-    def together(indices):
-        columns = zip(*[rows[i] for i in indices], strict=True)
-        sums = [math.fsum(column) for column in columns]
-        return [*sums[:-1], max(rows[i][-1] for i in indices)]
-
-    for measured, expected in zip(
-        grouped.columns.tolist(), [together([0, 2]), together([2, 3])], strict=False
-    ):
-        # two numbers of either sign, rounded once
-        assert measured == pytest.approx(expected, rel=2**-51, abs=1e-17)
-    assert grouped.columns[2].tolist() == [0.0] * len(NAMES)
-    assert grouped.update_ratio[2] == 0.0
-    assert stats.by_module().names == ("0", "2")
-    assert bit_patterns([stats.by_module().columns[1]]) == bit_patterns([grouped.columns[1]])
-    assert stats.by_module(0).numel.tolist() == [stats.numel.sum().item()]
-    assert stats.total_value("numel").item() == stats.numel.sum().item()
-
-
-def test_every_value_is_a_property_and_has_a_total():
-    stats = gm.compare(*two_of((3, 4), (50,)))
-    for name in (*NAMES, *[x for x in PAIR_DERIVED if hasattr(gm.PairStats, x)]):
-        value = getattr(stats, name)
-        assert (value.shape, value.dtype) == ((2,), torch.float64), name
-        assert stats.total_value(name).shape == ()
-    with pytest.raises(KeyError, match="norm_x"):
-        stats.total_value("norm_x")
-
-
-def test_stats_are_copied_pickled_and_flattened():
-    stats = gm.compare(*two_of((3, 4), (50,)))
-    leaves, spec = pytree.tree_flatten(stats)
-    copies = [
-        copy.deepcopy(stats),
-        copy.copy(stats),
-        pickle.loads(pickle.dumps(stats)),  # noqa: S301 its own bytes
-        pytree.tree_unflatten(leaves, spec),
-    ]
-    for other in copies:
-        assert type(other) is gm.PairStats
-        assert other.names == stats.names
-        assert bit_patterns([other.columns]) == bit_patterns([stats.columns])
-        assert told(other.materialize()) == told(stats.materialize())
-    assert len(leaves) == 1
-    assert repr(stats) == "<PairStats: 2 pairs, on cpu; materialize() reads them>"
-    assert repr(gm.compare([X], [X])).startswith("<PairStats: 1 pair, ")
-
-
-def test_reports_are_made_later_and_beside_others():
-    a, b = two_of((3, 4), (50,))
-    stats = gm.compare(a, b)
-    expected = told(stats.materialize())
-    assert told(stats.materialize_async().result()) == expected
-    found = gm.materialize({"pairs": stats, "weights": gm.collect(a), "loss": torch.tensor(2.0)})
-    assert told(found["pairs"]) == expected
-    assert isinstance(found["weights"], gm.Report)
-    assert told(gm.materialize_async([stats]).result()[0]) == expected
 
 
 def test_stats_do_not_change_with_the_tensors():
@@ -395,44 +316,6 @@ def test_stats_do_not_change_with_the_tensors():
 
 
 # PairReport
-
-
-def test_a_report_is_a_mapping_of_plain_numbers(tmp_path):
-    stats = gm.compare(*two_of((3, 4), (50,)))
-    report = stats.materialize()
-    assert list(report) == ["w0", "w1"]
-    found = report["w1"]
-    assert isinstance(found, gm.PairRow)
-    assert (found.name, found.numel, found.n_unchanged) == ("w1", 50, 0)
-    assert type(found.n_stuck) is int
-    for name in (
-        "norm_a",
-        "norm_b",
-        "norm_u",
-        "rms_u",
-        "abs_max_u",
-        "update_ratio",
-        "cosine",
-        "unchanged_fraction",
-    ):
-        assert getattr(found, name) == getattr(stats, name)[1].item()
-    assert report.total.name == "total"
-    assert report.total.norm_u == stats.total_value("norm_u").item()
-    with pytest.raises(KeyError, match=r"no pair 'x' in this report; see report\.names"):
-        report["x"]
-    assert report.to_dict()["pairs"]["w0"]["numel"] == 12
-    loaded = pickle.loads(pickle.dumps(report))  # noqa: S301 its own bytes
-    for other in (loaded, copy.deepcopy(report)):
-        assert told(other) == told(report)
-    torch.save(report, tmp_path / "report.pt")
-    assert told(torch.load(tmp_path / "report.pt", weights_only=False)) == told(report)
-
-
-def test_a_report_as_a_data_frame():
-    pytest.importorskip("pandas")
-    frame = gm.compare(*two_of((3, 4), (50,))).materialize().to_frame()
-    assert list(frame.index) == ["w0", "w1"]
-    assert frame.loc["w1", "numel"] == 50
 
 
 def test_the_printed_table():

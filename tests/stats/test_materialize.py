@@ -11,6 +11,7 @@ import torch
 
 import gradiometer as gm
 from gradiometer.stats import host_copy
+from support.kinds import SCHEMAS, stats_of_kind
 
 Slots = namedtuple("Slots", ["host", "seeds"])  # noqa: PYI024 as users have them
 
@@ -47,38 +48,8 @@ def test_stats_become_reports_wherever_they_stand(fetch):
     assert type(found["slots"][1]) is OrderedDict
 
 
-def activations():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3))
-    taps = gm.Taps(model, {"all": "."})
-    model(torch.ones(4, 2))
-    return taps.stats()
-
-
-# of every kind, how it is collected, and its report
-KINDS = {
-    "tensors": (lambda: stats_of(w=torch.ones(4)), gm.Report),
-    "pairs": (lambda: gm.compare({"w": torch.ones(4)}, {"w": torch.zeros(4)}), gm.PairReport),
-    "exponents": (
-        lambda: gm.collect_exponents({"w": torch.tensor([1e-9, 0.0, 3e5, math.nan])}),
-        gm.PrecisionReport,
-    ),
-    "no exponents": (lambda: gm.collect_exponents({}), gm.PrecisionReport),
-    "activations": (activations, gm.ActivationReport),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_stats_of_each_kind_alone(fetch, kind):
-    make, report = KINDS[kind]
-    stats = make()
-    for found in (fetch(stats), stats.materialize(), stats.materialize_async().result()):
-        assert type(found) is report
-        assert repr(found.rows()) == repr(stats.materialize().rows())
-        assert str(found) == str(stats.materialize())
-
-
 def test_stats_of_all_kinds_take_one_transfer(fetch, monkeypatch):
-    stats = {kind: make() for kind, (make, _) in KINDS.items()}
+    stats = {kind: stats_of_kind(kind) for kind in SCHEMAS} | {"none": gm.collect_exponents({})}
     parcels = []
     # the CPU stands for a device
     monkeypatch.setattr(host_copy, "_is_on_host", lambda _: False)
@@ -95,7 +66,7 @@ def test_stats_of_all_kinds_take_one_transfer(fetch, monkeypatch):
     assert found["nested"][1].item() == 0.5
     for kind, report in [*found.items(), ("exponents", found["nested"][0])]:
         if kind != "nested":
-            assert type(report) is KINDS[kind][1]
+            assert type(report) is type(stats[kind].materialize())
             assert str(report) == str(stats[kind].materialize())
 
 

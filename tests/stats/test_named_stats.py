@@ -285,5 +285,5 @@ def test_one_rank_has_the_statistics_of_all(kind, stats):
     assert found.columns.dtype == SCHEMAS[kind].dtype
     assert same(found.local, stats)
     assert found.reduce(ranks) is found
-    with pytest.raises(ValueError, match=r"'other' is not among the tensors that gm.Ranks was created with"):
+    with pytest.raises(ValueError, match="'other' is not among the tensors that gm"):
         COLLECT[kind]({"other": torch.ones(1)}).reduce(ranks)

@@ -93,9 +93,3 @@ def test_a_repr_names_methods_that_exist(name, tmp_path):
         assert type(example).__name__ == name
         for owner, method in re.findall(r"(?:(\w+)\.)?(\w+)\(", repr(example)):
             assert callable(getattr(getattr(gm, owner) if owner else example, method, None)), repr(example)
-
-
-def test_the_reprs_of_statistics_name_how_to_read_and_to_merge_them():
-    for collect in (gm.collect, gm.collect_exponents):
-        assert repr(collect(W)).endswith("on cpu; materialize() reads them>")
-        assert "(reduce() merges them)" in repr(variants(collect(W))[1])

@@ -67,10 +67,11 @@ class Agreed:
         self.plan = make_global_plan(members, {shardings[0].digest: shardings[0]})
         self.names, self.rank, self.size, self.timeout = ("w", "b"), rank, size, timeout
         self.global_ranks = list(range(size))
-        self.counted = torch.tensor(self.plan.counts(rank))
+        self.counted = torch.tensor(self.plan.counts(rank)).unsqueeze(1)
 
     def to_rows(self, _, columns):
-        return torch.where(self.counted.view(-1, *[1] * (columns.ndim - 1)), columns, 0)
+        # as in `Ranks`, a matrix
+        return torch.where(self.counted, columns, 0)
 
     def bits_of(self, _, fingerprints):
         """Add up fingerprints, and one number with coefficients that add up to 0 over equal copies."""

@@ -9,74 +9,175 @@ from types import MappingProxyType
 
 import torch
 
-from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, derived
+from gradiometer.columns import DEFAULT_THRESHOLDS, Column, Derived, Schema
 from gradiometer.extras import require
-from gradiometer.recorder.step_record import Roster, RunInfo, StepRecord
-from gradiometer.runs import open_segment, writer
+from gradiometer.recorder import Catalog, Kind, RunInfo, StepRecord, Table, kind_named
+from gradiometer.runs import json_writer as json_writer_module
+from gradiometer.runs import open_segment
+from gradiometer.runs.digest import Claims, with_claims
 from gradiometer.runs.directory import prepare
 from gradiometer.runs.journal import JournalWriter
 from gradiometer.runs.writer import RunRecord
 
 STARTED = 1_700_000_000.0
 VERSIONS = MappingProxyType({"python": "3.11.7", "torch": "2.13.0", "triton": "3.7.1", "gradiometer": "0.0"})
+TAPS = ("blocks.0.out", "blocks.1.out", "logits")
+
+NEGATIVES = Kind(
+    "negatives",
+    Schema(
+        "negatives",
+        (
+            Column("numel", "sum", "1", "elements", "elements", "count", "elements"),
+            Column("n_negative", "sum", "1", "elements below 0", "negative", "count", "elements"),
+            Column("sum_negative", "sum", "s", "sum of elements below 0", signed=True),
+            Column("abs_max_negative", "max", "|s|", "largest magnitude of an element below 0"),
+        ),
+        (Derived("negative_fraction", lambda row: row("n_negative") / row("numel"), "n_negative / numel"),),
+        shown=("numel", "negative_fraction"),
+    ),
+    "gradient",
+)
+"""A kind of a user's own, which is not registered."""
 
 
-def make_roster(tensors=20, kinds=("grads",), names=None):
-    """Weights of (64, 64) and biases of (64,), alternating."""
+def make_catalog(tensors=20, kinds=("grads",), names=None):
+    """Weights of (64, 64) and biases of (64,), alternating; and `TAPS`, if a kind is measured of taps."""
     if names is None:
         names = [f"blocks.{i // 2}.{'bias' if i % 2 else 'weight'}" for i in range(tensors)]
     shapes = [(64,) if i % 2 else (64, 64) for i in range(len(names))]
-    return Roster(tuple(names), tuple(shapes), ("float32",) * len(names), tuple(kinds))
+    found = [kind if isinstance(kind, Kind) else kind_named(kind) for kind in kinds]
+    taps = TAPS if any(kind.rows == "tap" for kind in found) else ()
+    return Catalog.of(names, shapes, ["float32"] * len(names), kinds, taps)
 
 
-def make_info(roster, first_step=0, started=STARTED, **more):
+make_roster = make_catalog
+
+
+def make_info(catalog, first_step=0, started=STARTED, **more):
     fields = {"every": 1, "capacity": 64, "model": "Synthetic", "device": "cpu", "versions": VERSIONS}
     fields |= {"thresholds": DEFAULT_THRESHOLDS} | more
-    return RunInfo(roster=roster, started=started, first_step=first_step, **fields)
+    return RunInfo(catalog=catalog, started=started, first_step=first_step, **fields)
+
+
+def make_table(catalog, values, kind="grads", **more):
+    """A table of a kind with these raw columns."""
+    return Table(catalog.kinds[kind], catalog.rows(kind), values, **more)
+
+
+def make_values(schema, numel, rms, noise):
+    """Return raw columns, ``(S, N, C)``, of N tensors, from ``(N,)`` and twice ``(S, N)``."""
+    values = torch.zeros((*rms.shape, schema.width), dtype=torch.float64)
+    for i, column in enumerate(schema.columns):
+        name = column.name
+        if name in {"numel", "n_nonzero_g"}:
+            values[..., i] = numel
+        elif name.startswith("sumsq"):
+            values[..., i] = rms**2 * numel
+        elif name.startswith("abs_max"):
+            values[..., i] = 4 * rms
+        elif name in {"n_zero", "n_unchanged", "n_negative", "n_stuck"}:
+            values[..., i] = (noise > 2.5) * 1.0
+        elif name in {"n_calls", "n_channels"}:
+            values[..., i] = 8.0
+        elif name == "sum4":
+            values[..., i] = 3 * rms**4 * numel
+        elif column.signed:
+            values[..., i] = 0.01 * noise * rms * numel
+    return values
+
+
+def make_counts(schema, rows, step):
+    """Return sparse columns that depend on the step: some rows have only the first, or the last two."""
+    random = torch.Generator().manual_seed(step)
+    counts = torch.zeros(rows, schema.width, dtype=schema.dtype)
+    for row in range(0, rows, 4):
+        start = int(torch.randint(1, schema.width - 60, (), generator=random))
+        counts[row, start : start + 40] = torch.randint(0, 5, (40,), generator=random)
+        counts[row, [start, 1, -3]] = torch.tensor([2**40, 1, 1])
+    counts[1::4, 0], counts[2::4, -1], counts[2::4, -2] = 17, 3, 2
+    return counts
 
 
 def make_records(
-    roster, steps=200, *, first=0, every=1, nonfinite_at=None, seed=0, batch=256, fingerprint=False
+    catalog,
+    steps=200,
+    *,
+    first=0,
+    every=1,
+    nonfinite_at=None,
+    seed=0,
+    batch=256,
+    fingerprint=False,
+    precision=1,
 ):
     """Yield steps: norms fall slowly, differ by tensor and are noisy; the loss falls.
 
     Args:
         nonfinite_at: in this step the first gradient has 3 NaN, the second 2 +Inf, and the loss is NaN.
         fingerprint: whether the steps have fingerprints, whose sums are random.
+        precision: steps divisible by it have tables of kinds that are stored sparsely.
     """
     bits = torch.Generator().manual_seed(seed)
     random = torch.Generator().manual_seed(seed)
-    k, n = len(roster.kinds), len(roster.names)
-    numel = torch.tensor([float(math.prod(shape)) for shape in roster.shapes], dtype=torch.float64)
-    level = torch.tensor([0.05, 1.0, 0.001], dtype=torch.float64)[:k, None] * torch.linspace(
-        1.0, 0.1, max(n, 1), dtype=torch.float64
-    )[:n].expand(k, n)
+    of_parameters = [kind for kind in catalog.dense if kind.rows == "parameter"]
+    others = [kind for kind in catalog.dense if kind.rows == "tap"]
+    k, n = len(of_parameters), len(catalog.names)
+    numel = torch.tensor([float(math.prod(shape)) for shape in catalog.shapes], dtype=torch.float64)
+    levels = torch.tensor([0.05, 1.0, 0.001, *[1.0] * k], dtype=torch.float64)[:k, None]
+    level = levels * torch.linspace(1.0, 0.1, max(n, 1), dtype=torch.float64)[:n].expand(k, n)
     for start in range(first, first + steps, batch):
         count = min(batch, first + steps - start)
         at = torch.arange(start, start + count, dtype=torch.float64)[:, None, None]
         noise = torch.randn((count, k, n), generator=random, dtype=torch.float64)
         rms = level * (1 + at / 50) ** -0.5 * (0.1 * noise).exp()
-        values = torch.zeros((count, k, n, NUM_COLUMNS + 1), dtype=torch.float64)
-        put = {"numel": numel.expand(count, k, n), "sumsq": rms**2 * numel, "abs_max": 4 * rms}
-        put |= {"sum": 0.01 * noise * rms * numel, "n_zero": (noise > 2.5) * 1.0}
-        for name, column in put.items():
-            values[..., COLUMN_INDEX[name]] = column
+        values = {
+            kind: make_values(kind.schema, numel, rms[:, i], noise[:, i])
+            for i, kind in enumerate(of_parameters)
+        }
         if nonfinite_at is not None and start <= nonfinite_at < start + count:
-            values[nonfinite_at - start, 0, 0, COLUMN_INDEX["n_nan"]] = 3
-            values[nonfinite_at - start, 0, min(1, n - 1), COLUMN_INDEX["n_posinf"]] = 2
-        values[..., NUM_COLUMNS] = derived.compute_flags(values[..., :NUM_COLUMNS], DEFAULT_THRESHOLDS)
-        if fingerprint:
-            sums = torch.randint(-(2**63), 2**63 - 1, (count, k, n, 2), generator=bits)
-            n_bytes = (4 * numel).to(torch.int64).expand(count, k, n).unsqueeze(-1)
-            values = torch.cat([values, torch.cat([n_bytes, sums], dim=-1).view(torch.float64)], dim=-1)
+            index, grads = of_parameters[0].schema.index, values[of_parameters[0]][nonfinite_at - start]
+            grads[0, index["n_nan"]] = 3
+            grads[min(1, n - 1), index["n_posinf"]] = 2
+        sums = {}
+        for kind in [kind for kind in of_parameters if fingerprint and kind.has_fingerprints]:
+            n_bytes = (4 * numel).to(torch.int64).expand(count, n).unsqueeze(-1)
+            words = torch.randint(-(2**63), 2**63 - 1, (count, n, 2), generator=bits)
+            sums[kind] = torch.cat([n_bytes, words], dim=-1)
         wobble = torch.randn(count, generator=random, dtype=torch.float64)
         loss = 0.5 + 4 / (1 + at.flatten() / 30) + 0.05 * wobble
+        for kind in others:
+            noise = torch.randn((count, len(catalog.taps)), generator=random, dtype=torch.float64)
+            values[kind] = make_values(kind.schema, torch.tensor(512.0), (0.1 * noise).exp(), noise)
         for i, value in enumerate(loss.tolist()):
             step = start + i
             bad = step == nonfinite_at
             scalars = {"loss": math.nan if bad else value, "lr": 1e-3 * 0.999**step}
-            kept = values[i] if step % every == 0 else None
-            yield StepRecord(step, STARTED + 0.1 * step, scalars, roster, kept, skipped=bad)
+            tables = {}
+            for place, kind in enumerate(catalog.kinds.values()):
+                rows = catalog.rows(kind.name)
+                if kind in catalog.sparse and step % precision == 0:
+                    tables[kind.name] = Table(kind, rows, make_counts(kind.schema, len(rows), step + place))
+                elif kind in catalog.dense and step % every == 0:
+                    bits_of_step = sums[kind][i] if kind in sums else None
+                    tables[kind.name] = Table(kind, rows, values[kind][i], fingerprints=bits_of_step)
+            yield StepRecord(step, STARTED + 0.1 * step, scalars, catalog, tables, skipped=bad)
+
+
+def same_bits(one, other):
+    """Return whether two records hold the same, bit by bit."""
+    texts = [repr(dict(x.scalars)) for x in (one, other)]  # because NaN differs from itself
+    found = texts[0] == texts[1] and list(one.tables) == list(other.tables)
+    found = found and (one.step, one.time, one.skipped) == (other.step, other.time, other.skipped)
+    return found and all(same_table(table, other.tables[name]) for name, table in one.tables.items())
+
+
+def same_table(one, other):
+    """Return whether two tables hold the same, bit by bit."""
+    pairs = [(x.values.contiguous().view(torch.int64), x.flags, x.fingerprints) for x in (one, other)]
+    return one.rows.names == other.rows.names and all(
+        (a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(*pairs, strict=True)
+    )
 
 
 def write_run(
@@ -106,11 +207,11 @@ def write_run(
         close: False leaves the run as a live process does; written data is on disk all the same.
         options: for `RunRecord`.
     """
-    roster = make_roster(tensors, kinds, names)
+    catalog = make_catalog(tensors, kinds, names)
     sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
-    sink.start(make_info(roster, first, every=every, fingerprint=fingerprint))
+    sink.start(make_info(catalog, first, every=every, fingerprint=fingerprint))
     options = {"first": first, "every": every, "nonfinite_at": nonfinite_at, "seed": seed}
-    records = make_records(roster, steps, **options, fingerprint=fingerprint)
+    records = make_records(catalog, steps, **options, fingerprint=fingerprint)
     for record in records:
         sink.write([record], [])
     sink.write([], findings)
@@ -134,7 +235,7 @@ def fail_writes(monkeypatch, check):
         check(journal.path)
         append(journal, records)
 
-    for module in (writer, open_segment):
+    for module in (json_writer_module, open_segment):
         monkeypatch.setattr(module, "prepare", checked_prepare)
     monkeypatch.setattr(JournalWriter, "append", checked_append)
 
@@ -146,9 +247,28 @@ def edit_info(path, **changes):
     (path / "run.json").write_text(json.dumps(kept | {"digest": None}))
 
 
-def as_without_digests(path):
-    """Make the run one that an earlier release might have written, without digests."""
-    pq = require("pyarrow.parquet", "monitor", "A run record")
-    edit_info(path, digests_from=None, files=None)
-    for file in path.glob("*/*.parquet"):
-        pq.write_table(pq.read_table(file), file)
+def seal(path):
+    """Give all files the digests that go with what they are now, as one could who changes them by hand."""
+    edit_info(path, files=None)
+    steps = sorted((path / "steps").glob("*.parquet"))
+    for of_steps in steps:
+        attempt, first = map(int, of_steps.stem.split("-")[1:])
+        count = require("pyarrow.parquet", "monitor", "A run record").read_metadata(of_steps).num_rows
+        tables = {}
+        for file in sorted(path.glob(f"*/*-{attempt:04d}-{first:010d}.parquet")):
+            if file != of_steps:
+                claims = Claims(file.parent.name, attempt, first, count)
+                data, tables[file.parent.name] = with_claims(_unsealed(file), claims)
+                file.write_bytes(data)
+        claims = Claims("steps", attempt, first, count, tables, None)
+        of_steps.write_bytes(with_claims(_unsealed(of_steps), claims)[0])
+
+
+def _unsealed(file):
+    """Return the content of a Parquet file without its digest, if it has one."""
+    data = file.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    if data[footer - 8 : footer] != b"GRADDIG1":
+        return data
+    end = footer - 8 - 32 - 4
+    return data[: end - int.from_bytes(data[end : end + 4], "little")] + data[footer:]

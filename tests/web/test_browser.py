@@ -23,7 +23,7 @@ from gradiometer.runs.reader import read_run  # noqa: E402
 from gradiometer.runs.writer import RunRecord  # noqa: E402
 from gradiometer.web import PageServer, server, write_page  # noqa: E402
 from support.synthetic_page import Dense, dense_page  # noqa: E402
-from support.synthetic_run import make_info, make_records, make_roster, write_run  # noqa: E402
+from support.synthetic_run import make_catalog, make_info, make_records, write_run  # noqa: E402
 
 CHROMIUM = os.environ.get("CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -355,7 +355,7 @@ def test_the_keyboard_does_all(page):
     for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight"):
         page.keyboard.press(key)
     assert "blocks.0.bias.grad, step 3: norm" in page.inner_text(
-        "#said"
+        "#announcement"
     )  # the first key press only shows the selected cell
     page.keyboard.press("Enter")
     assert page.inner_text("#history-title") == "blocks.0.bias.grad"
@@ -385,10 +385,10 @@ def test_names_stay_text(opened, odd):
 
 def write_changed(path, change, steps=20, **info):
     """Write a run in which ``change`` has altered each record."""
-    roster = make_roster(3)
+    catalog = make_catalog(3)
     sink = RunRecord(path, segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(roster, **info))
-    for record in make_records(roster, steps):
+    sink.start(make_info(catalog, **info))
+    for record in make_records(catalog, steps):
         sink.write([change(record)], [])
     sink.close()
     return path
@@ -590,17 +590,17 @@ def test_modules_are_folded_and_a_click_unfolds_them(opened, tmp_path):
     assert page.inner_text("#tooltip").split("\n")[0] == "model.h.0, 4 tensors"
     assert page.inner_text("#tooltip").endswith("norm NaN, in model.h.0.attn.a.grad")
     page.mouse.click(*at(1, 31))
-    assert page.inner_text("#said") == "model.h.1 unfolded"
+    assert page.inner_text("#announcement") == "model.h.1 unfolded"
     page.mouse.click(*at(2, 32))
-    assert page.inner_text("#said") == "model.h.1.mlp unfolded"
+    assert page.inner_text("#announcement") == "model.h.1.mlp unfolded"
     assert page.url.endswith("level=3&toggled=model.h.1&toggled=model.h.1.mlp")
     page.mouse.click(*at(3, 33))
-    assert page.inner_text("#said") == "model.h.1.mlp folded"
+    assert page.inner_text("#announcement") == "model.h.1.mlp folded"
     page.click("#levels >> text='all 121'")
     page.focus("#cells")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("f")
-    assert page.inner_text("#said") == "model.h.0.attn folded"
+    assert page.inner_text("#announcement") == "model.h.0.attn folded"
 
 
 def test_a_zero_is_visible_on_a_log_axis(opened, tmp_path):

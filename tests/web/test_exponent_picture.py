@@ -35,9 +35,13 @@ def run(tmp_path_factory):
     return gm.read_run(path)
 
 
+def picture(page, kind="grads"):
+    return next(x for x in page.values["exponents"]["pictures"] if x["of"] == kind)
+
+
 def cells_of(page, kind="grads"):
     """Return the shares that the page shows, ``(T, columns, rows)``; -1 where there is none."""
-    entry = page.values["exponents"][kind]
+    entry = picture(page, kind)
     raw = zlib.decompress(base64.b64decode(page.matrices[entry["id"]]))
     codes = torch.frombuffer(bytearray(raw), dtype=torch.uint8).double()
     shares = 10.0 ** (page.values["exponents"]["decades"] * ((codes - 1) / 254 - 1))
@@ -46,7 +50,7 @@ def cells_of(page, kind="grads"):
 
 def test_shares_are_those_of_the_histograms(run):
     page = page_of(run)
-    entry = page.values["exponents"]["grads"]
+    entry = picture(page)
     assert (entry["first"], entry["last"], entry["binned"]) == ([0, 10, 20], [0, 10, 20], 1)
     # from 2**-20 to the binade of 1000, zeros and what is not finite
     assert (entry["low"], entry["rows"]) == (-20, 32)
@@ -90,7 +94,7 @@ def test_a_run_without_histograms_has_no_picture(tmp_path):
 def test_many_steps_share_a_column(run, monkeypatch):
     monkeypatch.setattr(exponents, "MOST_COLUMNS", 2)
     page = page_of(run)
-    entry = page.values["exponents"]["grads"]
+    entry = picture(page)
     assert (entry["first"], entry["last"], entry["binned"]) == ([0, 20], [10, 20], 2)
     cells = cells_of(page)
     # 1.5 and 0.75, once each and once halved
@@ -102,7 +106,7 @@ def test_many_steps_share_a_column(run, monkeypatch):
 def test_of_too_many_tensors_only_the_total_is_drawn(run, monkeypatch):
     monkeypatch.setattr(exponents, "MOST_CELLS", 2 * 16 * 32 * 3)
     page = page_of(run)
-    assert page.values["exponents"]["grads"]["each"] is False
+    assert picture(page)["each"] is False
     assert cells_of(page).shape == (1, 3, 32)
 
 
@@ -113,5 +117,5 @@ def test_nothing_but_zeros(tmp_path):
         monitor.record()
         monitor.advance()
     page = page_of(gm.read_run(tmp_path))
-    assert page.values["exponents"]["grads"]["low"] == 0
+    assert picture(page)["low"] == 0
     assert cells_of(page)[0, 0].tolist() == [1.0, -1.0, -1.0]

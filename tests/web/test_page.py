@@ -15,14 +15,16 @@ import torch
 
 pytest.importorskip("pyarrow")
 
-from gradiometer.columns import COLUMN_INDEX
+from gradiometer.columns import ACTIVATIONS, TENSORS
+from gradiometer.recorder import KINDS
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs.reader import Run, RunError, read_run
 from gradiometer.runs.writer import RunRecord
-from gradiometer.web import data, write_page
+from gradiometer.web import data, matrices, write_page
+from support.changed_records import changed, column
 from support.synthetic_page import Dense, dense_page, read_cells
-from support.synthetic_run import make_info, make_records, make_roster, write_run
+from support.synthetic_run import NEGATIVES, TAPS, make_catalog, make_info, make_records, write_run
 
 NAMES = (
     "<b>x</b>",
@@ -69,7 +71,7 @@ def held(path):
     return whole(path)["runs"][0]
 
 
-PAIR = make_roster(2)
+PAIR = make_catalog(2)
 
 
 def record(path, records, first_step=0, fault=None, **info):
@@ -91,9 +93,7 @@ def line_of(page, name):
 
 
 def unmeasured(one, i):
-    values = one.values.clone()
-    values[:, i] = 0
-    return replace(one, values=values)
+    return changed(one, lambda table: table.values[i].zero_())
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +131,8 @@ def test_rms_is_left_to_the_page_while_a_tensor_has_one_size(small):
 
 def test_a_column_of_several_steps_keeps_the_worst(small, monkeypatch):
     run = read_run(small)
-    monkeypatch.setattr(data, "MOST_COLUMNS", 16)
-    monkeypatch.setattr(data, "_WINDOW", 1)  # whatever the reading window
+    monkeypatch.setattr(matrices, "MOST_COLUMNS", 16)
+    monkeypatch.setattr(matrices, "_WINDOW", 1)  # whatever the reading window
     page = data.page_of(run)
     assert page.values["binned"] == 3
     assert page.values["columns"]["first"] == list(range(0, 40, 3))
@@ -149,7 +149,7 @@ def test_a_column_of_several_steps_keeps_the_worst(small, monkeypatch):
 
 def test_a_last_column_of_fewer_steps_invents_no_zero(tmp_path, monkeypatch):
     run = record(tmp_path / "run", [unmeasured(r, 1) if r.step >= 39 else r for r in make_records(PAIR, 40)])
-    monkeypatch.setattr(data, "MOST_COLUMNS", 16)
+    monkeypatch.setattr(matrices, "MOST_COLUMNS", 16)
     page = data.page_of(run)
     assert page.values["columns"]["last"][-2:] == [38, 39]  # three to a column, and one is left
     for statistic in page.values["matrices"]["grads"]:
@@ -165,7 +165,7 @@ def test_what_is_said_of_a_tensor_over_the_run(small):
     norm = expected(run, "norm")
     for i in range(6):
         finite = torch.where(norm[i].isfinite(), norm[i], -1)
-        assert summary["norm"][i] == pytest.approx(float(finite.max()), rel=1e-5)
+        assert summary["largest"]["norm"][i] == pytest.approx(float(finite.max()), rel=1e-5)
         assert summary["at"][i] == int(finite.argmax())
     assert summary["broken"] == [1, 1, 0, 0, 0, 0]
     assert summary["flags"][:3] == [{"NaN": 1}, {"Inf": 1}, {}]
@@ -190,8 +190,45 @@ def test_a_run_of_no_step_or_one_is_a_page(tmp_path, steps):
 def test_all_kinds_have_their_matrices(tmp_path):
     run = write_run(tmp_path / "run", tensors=2, steps=5, kinds=("grads", "weights", "updates"))
     values = held(write_page(run))
-    assert values["kinds"] == ["grads", "weights", "updates"]
-    assert list(values["matrices"]) == list(values["summary"]) == values["kinds"]
+    assert [kind["name"] for kind in values["kinds"]] == ["grads", "weights", "updates"]
+    assert list(values["matrices"]) == list(values["summary"]) == ["grads", "weights", "updates"]
+
+
+def statistics_of(page):
+    return {kind["name"]: [x["name"] for x in kind["statistics"]] for kind in page.values["kinds"]}
+
+
+def test_kinds_rows_and_statistics_are_those_of_the_run(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", tensors=2, steps=5, kinds=("grads", "activations", NEGATIVES))
+    found = {}
+    for name in ("unknown", "registered"):
+        if name == "registered":
+            monkeypatch.setitem(KINDS, "negatives", replace(NEGATIVES, schema=NEGATIVES.schema))
+        page = data.page_of(read_run(run))
+        found[name] = statistics_of(page)["negatives"]
+        assert statistics_of(page)["activations"] == list(ACTIVATIONS.drawn)
+        assert {kind["name"]: kind["rows"] for kind in page.values["kinds"]} == {
+            "grads": "parameter",
+            "activations": "tap",
+            "negatives": "parameter",
+        }
+        rows = page.values["rows"]
+        assert (rows["parameter"]["names"], rows["tap"]["names"]) == (read_run(run).catalog.names, TAPS)
+    # without a choice, and where the schema is not registered, all raw columns
+    names = list(NEGATIVES.schema.index)[1:]
+    assert found == {"unknown": names, "registered": names}
+    cells = read_cells(page, "abs_max_negative", "negatives")
+    want = read_run(run).matrix("abs_max_negative", "negatives")[1].T
+    torch.testing.assert_close(cells, want, rtol=1e-3, atol=0)
+    kurtosis = next(x for x in page.values["kinds"][1]["statistics"] if x["name"] == "kurtosis")
+    schema = ACTIVATIONS["kurtosis"]
+    assert kurtosis == {
+        "name": "kurtosis",
+        "heading": "kurtosis",
+        "meaning": schema.meaning,
+        "style": schema.style,
+    }
+    assert page.values["kinds"][1]["flags"] == ["NaN", "Inf", "dead"]
 
 
 def test_findings_come_by_headline_with_the_place_of_their_tensor(tmp_path):
@@ -204,7 +241,7 @@ def test_findings_come_by_headline_with_the_place_of_their_tensor(tmp_path):
         finding(Severity.INFO, 1, "blocks.0.weight"),
         finding(Severity.ERROR, 7, "blocks.0.bias"),
         finding(Severity.ERROR, 3, None),
-        finding(Severity.WARNING, 2, "not.in.the.roster"),
+        finding(Severity.WARNING, 2, "not.in.the.catalog"),
     ]
     values = held(write_page(write_run(tmp_path / "run", tensors=2, steps=9, findings=found)))
     assert [(f["severity"], f["first_step"], f["tensor"], f["under"]) for f in values["findings"]] == [
@@ -299,11 +336,11 @@ def half_by_default():
 @pytest.mark.parametrize("default", ["float32", "float16"])
 @pytest.mark.parametrize("size", [1e60, 1e45, 1.0, 1e-50])
 def test_lines_hold_what_a_float64_holds(tmp_path, request, default, size):
+    def put(table):
+        column(table, "sumsq")[...] = torch.tensor([size**2, 0.0], dtype=torch.float64)
+
     def sized(one):
-        values = one.values.clone()
-        values[..., COLUMN_INDEX["sumsq"]] = 0
-        values[..., 0, COLUMN_INDEX["sumsq"]] = size**2
-        return replace(one, values=values, scalars={"loss": 3 * size})
+        return replace(changed(one, put), scalars={"loss": 3 * size})
 
     first = 2**24 + 1  # not exact in float32, let alone in float16
     run = record(tmp_path / "run", map(sized, make_records(PAIR, 4, first=first)), first_step=first)
@@ -316,7 +353,7 @@ def test_lines_hold_what_a_float64_holds(tmp_path, request, default, size):
     assert page.values["nonfinite"] == []
     assert page.values["columns"]["first"] == steps
     assert page.values["range"] == [first, first + 3]
-    assert page.values["summary"]["grads"]["norm"][0] == pytest.approx(size, rel=1e-5)
+    assert page.values["summary"]["grads"]["largest"]["norm"][0] == pytest.approx(size, rel=1e-5)
     cells = read_cells(page, "norm")[0]
     torch.testing.assert_close(cells, torch.full_like(cells, size), rtol=1e-3, atol=0)
 
@@ -327,7 +364,7 @@ def test_names_are_data_whatever_is_in_them(tmp_path):
     # the data, three matrices and our script; no others
     kinds = [attributes.get("type", "code") for attributes, _ in scripts.found]
     assert kinds == ["application/json", *["application/octet-stream"] * 3, "code"]
-    assert held(path)["names"] == list(NAMES)
+    assert held(path)["rows"]["parameter"]["names"] == list(NAMES)
     assert held(path)["title"] == "<b>&<script>"
     assert scripts.found[0][1].isascii()
 
@@ -435,85 +472,59 @@ def test_a_run_of_too_many_scalars_says_how_many_are_not_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("binned", [1, 3])
-def test_the_ratio_of_update_and_weight_is_that_of_each_step(tmp_path, monkeypatch, binned):
-    roster = make_roster(4, ("grads", "weights", "updates"))
+def test_the_statistics_of_updates_are_those_of_each_step(tmp_path, monkeypatch, binned):
+    nonfinite = {7: "n_nan", 8: "n_posinf", 9: "n_neginf"}
+    catalog = make_catalog(3, ("grads", "updates"))
     sink = RunRecord(tmp_path / "run", segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(roster))
-    for one in make_records(roster, 48):
-        values = one.values.clone()
-        weight, update = values[1], values[2]
-        if one.step == 20:
-            weight[0, :] = 0  # not measured
-            weight[1, COLUMN_INDEX["sumsq"]] = 0
-            update[2, COLUMN_INDEX["sumsq"]] = 0
-            update[3, COLUMN_INDEX["n_nan"]] = 1
-        sink.write([replace(one, values=values)], [])
+    sink.start(make_info(catalog))
+    for one in make_records(catalog, 48):
+        # values are 1 / 4 of the weight, cosines 1 to -1, and some elements are stuck
+        def put(table, one=one):
+            squares, numel = column(table, "sumsq_u"), column(table, "numel")
+            column(table, "sumsq_b")[...] = column(table, "sumsq_a")[...] = 16.0 * squares
+            column(table, "sumsq_g")[...] = squares
+            column(table, "dot_ug")[...] = (one.step / 24.0 - 1.0) * squares
+            column(table, "n_nonzero_g")[...] = numel
+            column(table, "n_stuck")[...] = (one.step / 96.0 * numel).round()
+            if one.step < 6:
+                # without a gradient
+                for name in ("sumsq_g", "dot_ug", "n_nonzero_g", "n_stuck"):
+                    column(table, name)[2] = 0.0
+            if one.step in nonfinite:
+                column(table, nonfinite[one.step])[1] = 1.0
+
+        sink.write([changed(one, put, "updates")], [])
     sink.close()
     run = read_run(tmp_path / "run")
     if binned > 1:
-        monkeypatch.setattr(data, "MOST_COLUMNS", 16)
+        monkeypatch.setattr(matrices, "MOST_COLUMNS", 16)
     page = data.page_of(run)
     assert page.values["binned"] == binned
-    cells = read_cells(page, "ratio", "updates")
-    ratio = (run.matrix("norm", "updates")[1] / run.matrix("norm", "weights")[1]).T
-    ratio[0, 20] = ratio[1, 20] = -1
-    want = ratio.view(4, -1, binned)
-    want = torch.where(want.isnan().any(-1), math.nan, want.amax(-1))
-    torch.testing.assert_close(cells, want, rtol=1e-3, atol=0, equal_nan=True)
-    assert cells[3, 20 // binned].isnan()
-    if binned == 1:
-        assert cells[:3, 20].tolist() == [-1, -1, 0]
-    without = write_run(tmp_path / "other", tensors=2, steps=3, kinds=("grads", "updates"))
-    assert "updates-ratio" not in data.page_of(read_run(without)).matrices
+    own = ("unchanged_fraction", "update_ratio", "descent_cosine", "stuck_fraction")
+    assert statistics_of(page) == {"grads": list(TENSORS.drawn), "updates": ["norm", "rms", "abs_max", *own]}
+    assert not {*own} & set(page.values["matrices"]["grads"])
 
+    def worst(values, worst_of=torch.amax):
+        return worst_of(values.view(3, -1, binned), -1)
 
-def test_the_statistics_of_updates_are_those_of_each_step(tmp_path):
-    nonfinite = {7: "n_nan", 8: "n_posinf", 9: "n_neginf"}
-    roster = make_roster(3, ("grads", "updates"))
-    sink = RunRecord(tmp_path / "run", segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(roster))
-    for one in make_records(roster, 20):
-        squares = one.value("sumsq", "updates")
-        # columns of which the values are 1 / 4 of the weight, cosines 1 to -1, and some stuck elements
-        cosine = 1.0 - one.step / 10.0
-        nonzero = one.value("numel", "updates").clone()
-        nonzero[2] = 0.0 if one.step < 5 else nonzero[2]
-        further = torch.stack(
-            [
-                16.0 * squares,
-                squares,
-                -cosine * squares,
-                nonzero,
-                (one.step / 40.0 * nonzero).round(),
-                16.0 * squares,
-            ],
-            dim=1,
-        )
-        further[2] = torch.where(
-            nonzero[2] > 0, further[2], torch.tensor([16.0 * squares[2], 0.0, 0.0, 0.0, 0.0, 0.0])
-        )
-        values = one.values.clone()
-        if one.step in nonfinite:
-            values[1, 1, COLUMN_INDEX[nonfinite[one.step]]] = 1
-        sink.write([replace(one, values=values, further=further)], [])
-    sink.close()
-    run = read_run(tmp_path / "run")
-    page = data.page_of(run)
-    assert set(page.values["matrices"]["updates"]) >= {"ratio", "cosine", "stuck"}
-    assert not {"ratio", "cosine", "stuck"} & set(page.values["matrices"]["grads"])
-    ratio = torch.full((3, 20), 0.25, dtype=torch.float64)
-    ratio[1, list(nonfinite)] = math.nan
-    torch.testing.assert_close(read_cells(page, "ratio", "updates"), ratio, rtol=1e-3, atol=0, equal_nan=True)
+    # a non-finite update has no ratio
+    ratio = torch.full((3, 48), 0.25, dtype=torch.float64)
+    for step, value in ((7, math.nan), (8, math.inf), (9, math.inf)):
+        ratio[1, step] = value
+    got = read_cells(page, "update_ratio", "updates")
+    torch.testing.assert_close(got, worst(ratio), rtol=1e-3, atol=0, equal_nan=True)
     # half a code of 65,532 codes between 1 and -1
     rounding = 2.0 / 65531
-    for statistic, name in (("cosine", "descent_cosine"), ("stuck", "stuck_fraction")):
-        cells, values = read_cells(page, statistic, "updates"), run.matrix(name, "updates")[1].T
-        unknown = torch.zeros(3, 20, dtype=torch.bool)
-        unknown[2, :5] = True
+    for name, worst_of in (("descent_cosine", torch.amin), ("stuck_fraction", torch.amax)):
+        cells, values = read_cells(page, name, "updates"), worst(run.matrix(name, "updates")[1].T, worst_of)
+        unknown = torch.zeros(cells.shape, dtype=torch.bool)
+        unknown[2, : 6 // binned] = True
         assert (cells[unknown] == -1).all()
         torch.testing.assert_close(cells[~unknown], values[~unknown], rtol=0, atol=rounding)
-    assert line_of(page, "update ratio")["y"] == pytest.approx([0.25] * 20)
-    assert len(line_of(page, "stuck fraction")["x"]) == 20
+    largest = page.values["summary"]["updates"]["largest"]
+    assert largest["descent_cosine"] == pytest.approx([1.0 - 47 / 24] * 3, rel=1e-4)
+    assert line_of(page, "update ratio")["y"] == pytest.approx([0.25] * 48)
+    assert len(line_of(page, "stuck fraction")["x"]) == 48
 
 
 def test_two_runs_are_one_page_that_says_where_they_first_differ(tmp_path):

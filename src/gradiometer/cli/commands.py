@@ -37,7 +37,7 @@ def _kinds_of_run(context: typer.Context) -> list[str]:
         # an incomplete command line may leave the argument unparsed
         folder = context.params["run"] or context.args[0]
         info = json.loads(Path(folder, "run.json").read_bytes())
-        return [str(kind) for kind in info["roster"]["kinds"]]
+        return [str(kind["name"]) for kind in info["catalog"]["kinds"]]
     except (OSError, ValueError, LookupError, TypeError):
         return []
 
@@ -218,11 +218,6 @@ def _show(
 ) -> None:
     """Show one step of a run: scalars, tensors (worst first), findings."""
     from gradiometer.cli import ls, show, tables  # noqa: PLC0415 with rich
-    from gradiometer.recorder import KINDS  # noqa: PLC0415 with torch
-
-    if kind not in KINDS:
-        known = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
-        raise typer.BadParameter(f"--kind {kind!r} is not a kind of tensors: pass {known}")
 
     if run.is_dir() and not (run / "run.json").exists() and ls.look(run):
         _ls(run, as_json)
@@ -255,12 +250,7 @@ def _precision(
     """Show which tensors fit fp16, bf16 and fp8 in a step, and how that changed over the run."""
     from gradiometer.cli import precision  # noqa: PLC0415 with torch
     from gradiometer.columns import format_of  # noqa: PLC0415 likewise
-    from gradiometer.recorder import KINDS  # noqa: PLC0415 likewise
 
-    # gradients and weights
-    measured = KINDS[:2]
-    if kind not in measured:
-        raise typer.BadParameter(f"--kind {kind!r} has no histograms: pass {' or '.join(measured)}")
     try:
         chosen = [format_of(name, "--format").name for name in formats] if formats else None
     except ValueError as error:

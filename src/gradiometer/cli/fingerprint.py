@@ -100,8 +100,8 @@ def _read_torch(file: Path) -> Any:
 
 def _reason(error: Exception) -> str:
     """Return the first sentence of torch's reason."""
-    said = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
-    return re.split(r"\.\s|\n", said)[0].rstrip(".") or type(error).__name__
+    reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
+    return re.split(r"\.\s|\n", reason)[0].rstrip(".") or type(error).__name__
 
 
 def stored(file: Path) -> dict[str, str]:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from gradiometer.columns import TAP_STATISTICS, UPDATE_STATISTICS
-from gradiometer.recorder import TAP_KINDS
 from gradiometer.runs import RunError
-from gradiometer.stats import row_to_dict
 
 if TYPE_CHECKING:
     import re
     from collections.abc import Sequence
 
-    from gradiometer.recorder import Kind, StepRecord
+    from gradiometer.recorder import StepRecord
     from gradiometer.rules import Finding
     from gradiometer.runs import Attempt, Run
-    from gradiometer.stats import Report
+    from gradiometer.stats import TableReport
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,8 @@ class Shown:
 
     run: str
     record: StepRecord
-    kind: Kind
-    report: Report
+    kind: str
+    report: TableReport[Any]
     measured: int
     attempt: int
     attempts: Sequence[Attempt]
@@ -50,18 +44,8 @@ class Shown:
     nearest: Sequence[int] = ()
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
-        """Return plain values, of the ``top`` worst tensors or of all."""
-        record, rows = self.record, self.report.worst_first()
-        values = self.report.to_dict()
-        values["tensors"] = {row.name: row_to_dict(row) for row in rows[:top]}
-        if self.kind == "updates":
-            values |= self.of_updates()
-        own = UPDATE_STATISTICS if self.kind == "updates" else TAP_STATISTICS
-        if self.kind == "updates" or self.kind in TAP_KINDS:
-            found = {name: record.value(name, self.kind).tolist() for name in own}
-            for name, row in values["tensors"].items():
-                place = record.roster.index[name]
-                row |= {statistic: numbers[place] for statistic, numbers in found.items()}
+        """Return plain values, of the first ``top`` tensors of the table or of all."""
+        record = self.record
         return {
             "run": self.run,
             "step": record.step,
@@ -70,23 +54,27 @@ class Shown:
             "skipped": record.skipped,
             "scalars": dict(record.scalars),
             "kind": self.kind,
-            "report": values,
+            "report": plain(self.report, top),
             "attempt": self.attempt,
             "attempts": [asdict(attempt) for attempt in self.attempts],
             "findings": [finding.to_dict() for finding in self.findings],
             "nearest": list(self.nearest),
         }
 
-    def of_updates(self) -> dict[str, float]:
-        """Return the values that only updates have, of all tensors together; NaN if they are not known."""
-        found = {name: self.record.total(name, "updates") for name in UPDATE_STATISTICS}
-        if not self.record.total("n_nonzero_g", "updates") > 0:
-            found["stuck_fraction"] = math.nan
-        return found
+
+def plain(report: TableReport[Any], top: int | None = None) -> dict[str, Any]:
+    """Return a report's plain values, with the first ``top`` rows of its table."""
+    names = [row.name for row in report.ordered()]
+    values = report.to_dict()
+    # under a key such as "tensors"
+    for key, value in values.items():
+        if isinstance(value, dict) and value.keys() == {*names}:
+            values[key] = {name: value[name] for name in names[:top]}
+    return values
 
 
 def look(
-    run: Run, step: int | None = None, *, kind: Kind = "grads", name: re.Pattern[str] | None = None
+    run: Run, step: int | None = None, *, kind: str = "grads", name: re.Pattern[str] | None = None
 ) -> Shown:
     """Return one step of a run.
 
@@ -112,11 +100,13 @@ def look(
         step = steps[step]
     if step not in set(steps):
         raise RunError(f"{run.path} has no step {step}; it has {len(steps)}, from {steps[0]} to {steps[-1]}")
-    if kind not in run.roster.kinds:
-        raise RunError(f"{run.path} has no {kind!r}; choose from {', '.join(run.roster.kinds)}")
+    kinds = run.catalog.kinds
+    if kind not in kinds:
+        raise RunError(f"{run.path} has no {kind!r}; choose from {', '.join(kinds)}")
     record = run.record(step)
     whole = record.report(kind)
-    report = whole if name is None else _named(record, kind, name)
+    named = [x for x in record.names(kind) if name is None or name.search(x)]
+    report = whole if name is None else record.report(kind, named)
     if name is not None and whole.measured and not report.measured:
         raise RunError(f"{run.path}: no tensor of step {step} has a name that matches {name.pattern!r}")
     before, after = [s for s in having if s < step], [s for s in having if s > step]
@@ -125,12 +115,3 @@ def look(
     findings.sort(key=lambda f: (-f.severity, f.first_step))
     attempt = attempts[steps.index(step)]
     return Shown(str(run.path), record, kind, report, len(whole), attempt, run.attempts, findings, nearest)
-
-
-def _named(record: StepRecord, kind: Kind, name: re.Pattern[str]) -> Report:
-    """Return the report of the measured tensors whose name matches."""
-    found = torch.tensor([bool(name.search(x)) for x in record.roster.names], dtype=torch.bool, device="cpu")
-    if record.values is None:
-        return record.report(kind)
-    values = torch.where(found.view(1, -1, 1), record.values, 0.0)
-    return replace(record, values=values).report(kind)

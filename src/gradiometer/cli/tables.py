@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.columns import Flag
 from gradiometer.extras import require
+from gradiometer.recorder import KINDS
 from gradiometer.rules import Severity, headlines
-from gradiometer.stats import amount
 from gradiometer.terminal import printable, shortened
 
 if TYPE_CHECKING:
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from gradiometer.cli.show import Shown
     from gradiometer.rules import Finding
     from gradiometer.runs import Comparison, Difference, Side, Verification
-    from gradiometer.stats import TensorReport
+    from gradiometer.stats import TableReport
 
 _STYLES: Final = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
 _BAD: Final = Flag.NAN | Flag.INF | Flag.EXPLODING
 # number of lines above the first tensor in the table of a report
 _HEAD: Final = 4
+# styles of the columns that a narrow terminal has no room for, in this order
+_DROPPED: Final = {"finite": 0, "count": 1, "fraction": 2, "cosine": 3}
 
 
 def text(*parts: str | tuple[str, str]) -> Text:
@@ -112,10 +114,10 @@ def findings(
         return []
     table = grid(["", ""], show_header=False)
     for headline in made[:most]:
-        said = str(headline)[7:].lstrip()
-        if width is not None and len(said) > width - 9:
-            said = said[: width - 10] + "…"
-        table.add_row(text((str(headline.severity), _STYLES[headline.severity])), text(said))
+        sentence = str(headline)[7:].lstrip()
+        if width is not None and len(sentence) > width - 9:
+            sentence = sentence[: width - 10] + "…"
+        table.add_row(text((str(headline.severity), _STYLES[headline.severity])), text(sentence))
         if headline.advice and advice:
             table.add_row("", text((headline.advice, "dim")))
         if headline.explained and width is None:
@@ -129,33 +131,29 @@ def findings(
     return [table, *([text((left, "dim"))] if more > 0 else [])]
 
 
-def tensors(rows: Sequence[TensorReport], width: int) -> RenderableType:
-    """Return a table of tensors that is at most ``width`` characters wide."""
-    header = ("elements", "norm", "abs max", "zero %", "NaN", "±Inf", "flags")
-    cells = [
-        (
-            amount(row.numel),
-            number(row.norm),
-            number(row.abs_max),
-            number(100 * row.zero_fraction, 2),
-            amount(row.n_nan) if row.n_nan else "-",
-            amount(row.n_inf) if row.n_inf else "-",
-            " ".join(str(flag.name) for flag in row.flags),
-        )
-        for row in rows
-    ]
+def rows(report: TableReport[Any], most: int | None, width: int) -> RenderableType:
+    """Return the first rows of a report, with as many columns as fit into ``width`` characters."""
+    table = report.table(most)
+    header, cells = table.header[1:], [row[1:] for row in table.rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    # drop the least informative columns first
-    leave = [i for i in (0, 3, 2) if len(rows)]
+    styles = [report.schema[name].style for name in report.schema.shown]
+    # drop the least informative columns first, but neither names nor flags
+    leave = sorted(range(min(len(styles), len(header))), key=lambda i: _DROPPED.get(styles[i], len(_DROPPED)))
     kept = list(range(len(header)))
     while leave and sum(widths[i] + 2 for i in kept) > width - 20:
         kept.remove(leave.pop(0))
     room = max(width - sum(widths[i] + 2 for i in kept), 8)
-    table = grid(["name", *(("" if header[i] == "flags" else ">") + header[i] for i in kept)])
-    for row, cell in zip(rows, cells, strict=True):
-        style = "red" if row.flags & _BAD else "yellow" if row.flags else ""
-        table.add_row(text(cut(row.name, room)), *(text(cell[i]) for i in kept), style=style)
-    return table
+    found = grid(["name", *[("" if header[i] == "flags" else ">") + header[i] for i in kept]])
+    for row, cell in zip(report.ordered(), cells, strict=False):
+        found.add_row(text(cut(row.name, room)), *(text(cell[i]) for i in kept), style=_style(row))
+    return found
+
+
+def _style(row: Any) -> str:
+    """Return the colour of a row of a report."""
+    flags = getattr(row, "flags", 0)
+    broken = getattr(row, "n_nan", 0) + getattr(row, "n_inf", 0)
+    return "red" if flags & _BAD or broken else "yellow" if flags else ""
 
 
 def shown(found: Shown, top: int | None, console: Console) -> RenderableType:
@@ -169,47 +167,27 @@ def shown(found: Shown, top: int | None, console: Console) -> RenderableType:
     if not record.recorded:
         near = " and ".join(map(str, found.nearest)) or "none"
         lines.append(text(f"its tensors were not recorded; the nearest steps that have tensors: {near}"))
-    elif (report := found.report.to_string(top)) and _fits(report, console):
-        rows = found.report.worst_first()[:top]
-        body = report.split("\n")
-        for i, part in enumerate(body):
-            row = rows[i - _HEAD] if _HEAD <= i < _HEAD + len(rows) else None
-            style = "" if row is None else "red" if row.flags & _BAD else "yellow" if row.flags else ""
+    elif _fits(report := found.report.to_string(top), console):
+        styles = [""] * _HEAD + [_style(row) for row in found.report.ordered()[:top]]
+        for part, style in itertools.zip_longest(report.split("\n"), styles, fillvalue=""):
             lines.append(text((part, style)))
     else:
-        headline = repr(found.report).removeprefix("<Report: ").removesuffix(">")
-        rows = found.report.worst_first()
-        lines += [text(headline), tensors(rows[:top], console.width)]
-        if len(rows) > len(rows[:top]):
-            lines.append(text((f"… {len(rows) - len(rows[:top])} more", "dim")))
-    if found.kind == "updates" and record.recorded:
-        lines.append(text(_of_updates(found.of_updates())))
+        table = found.report.table(top)
+        lines += [text(table.headline), rows(found.report, top, console.width)]
+        lines += [text((table.more, "dim"))] * bool(table.more)
     if len(found.attempts) > 1:
         lines.append(text((_attempts(found), "dim")))
     if record.recorded and len(found.report) < found.measured:
         lines.append(text((f"{len(found.report)} of {found.measured} tensors match --name", "dim")))
-    said = findings(found.findings)
-    return group(*lines, *([text("")] if said else []), *said)
-
-
-def _of_updates(values: Mapping[str, float]) -> str:
-    """Return the values that only updates have, those that are known."""
-    words = {
-        "update_ratio": "update / weight {:.3g}",
-        "descent_cosine": "cosine to -gradient {:.3g}",
-        "unchanged_fraction": "unchanged {:.1%}",
-        "stuck_fraction": "stuck {:.1%} of the elements whose gradient is not 0",
-    }
-    return "of all updates: " + ", ".join(
-        [words[name].format(value) for name, value in values.items() if not math.isnan(value)]
-    )
+    listed = findings(found.findings)
+    return group(*lines, *([text("")] if listed else []), *listed)
 
 
 def _attempts(found: Shown) -> str:
     """Return which attempts there are, and which of them wrote the step."""
     wrote = [f"{x.number} from step {x.first_step}" for x in found.attempts if x.first_step is not None]
-    said = f"attempts: {'…, ' * (len(wrote) > 4)}{', '.join(wrote[-4:])}; attempt {found.attempt} wrote this "
-    return said + "step; --attempt N shows the run as it was after attempt N"
+    note = f"attempts: {'…, ' * (len(wrote) > 4)}{', '.join(wrote[-4:])}; attempt {found.attempt} wrote this "
+    return note + "step; --attempt N shows the run as it was after attempt N"
 
 
 def _fits(report: str, console: Console) -> bool:
@@ -245,14 +223,14 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
         )
         lines += _parting(found, top)
     if found.not_compared:
-        said = f"Only statistics were compared, not bits: {found.not_compared}."
+        note = f"Only statistics were compared, not bits: {found.not_compared}."
         if not (found.a.fingerprints and found.b.fingerprints):
-            said += " Monitor(fingerprint=True) records them."
-        lines.append(text((said, "dim")))
+            note += " Monitor(fingerprint=True) records them."
+        lines.append(text((note, "dim")))
     if found.total_norm is not None and found.first and not found.identical:
         step, a, b = found.total_norm
-        said = f"total norm at step {step}, the last in both: {number(a, 6)} in A, {number(b, 6)} in B"
-        lines += [text(""), text((said, "dim"))]
+        note = f"total norm at step {step}, the last in both: {number(a, 6)} in A, {number(b, 6)} in B"
+        lines += [text(""), text((note, "dim"))]
     return group(*lines)
 
 
@@ -314,16 +292,28 @@ def _later(scalars: Sequence[Difference], what: str) -> Iterable[RenderableType]
 
 
 def _most_telling(difference: Difference) -> tuple[str, float | None, float | None]:
-    """Return the most informative column that differs: counts of NaN and Inf, then the norm, then others."""
-    for column in ("value", "numel", "n_nan", "n_posinf", "n_neginf", "sumsq", "abs_max", "sum", "n_zero"):
-        if column in difference.values:
-            a, b = difference.values[column]
-            if column == "sumsq" and a is not None and b is not None:
-                # a file from someone else may have negative numbers
-                a, b = [math.sqrt(x) if x >= 0 else math.nan for x in (a, b)]
-                return "norm", a, b
-            return {"value": "", "numel": "elements"}.get(column, column), a, b
-    raise AssertionError(difference)
+    """Return the most informative column that differs: counts of NaN and Inf, then a norm, then others."""
+    kind = KINDS.get(difference.kind or "")
+
+    def rank(name: str) -> tuple[int, float]:
+        column = None if kind is None else kind.schema.columns[kind.schema.index[name]]
+        a, b = [0.0 if x is None else x for x in difference.values[name]]
+        apart = abs(a - b) / max(abs(a), abs(b), 1e-300)
+        if name == "numel":
+            return 0, 0.0
+        if column is not None and column.style == "rare":
+            return 1, 0.0
+        return 2 if name.startswith(
+            "sumsq"
+        ) else 3 if column is not None and column.merge == "max" else 4, -apart
+
+    name = min(difference.values, key=rank)
+    a, b = difference.values[name]
+    if name.startswith("sumsq") and a is not None and b is not None:
+        # a file from someone else may have negative numbers
+        a, b = [math.sqrt(x) if x >= 0 else math.nan for x in (a, b)]
+        return name.replace("sumsq", "norm"), a, b
+    return {"value": "", "numel": "elements"}.get(name, name), a, b
 
 
 def _relative(a: float | None, b: float | None) -> str:

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.cli import tables
+from gradiometer.cli.show import plain
 from gradiometer.extras import require
 from gradiometer.rules import counts_text, headlines, summarize
 from gradiometer.runs import scalars_of, to_json
-from gradiometer.stats import row_to_dict
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from gradiometer.rules import Finding
     from gradiometer.runs import Run
-    from gradiometer.stats import TensorReport
+    from gradiometer.stats import TableReport
 
 # number of last steps in the curves, and for steps per second
 _CURVE: Final = 2000
@@ -57,7 +57,7 @@ class Frame:
         total_norm: the total gradient norm of ``recorded_step``.
         loss_curve, norm_curve: the values of the last steps.
         findings: the findings, most severe first, then latest first.
-        worst: the tensors of ``recorded_step``, worst first.
+        report: the gradients of ``recorded_step``.
     """
 
     run: str
@@ -78,13 +78,15 @@ class Frame:
     loss_curve: Sequence[float]
     norm_curve: Sequence[float]
     findings: Sequence[Finding]
-    worst: Sequence[TensorReport]
+    report: TableReport[Any] | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, without the curves."""
-        values = {name: x for name, x in vars(self).items() if not name.endswith("_curve")}
+        values = {
+            name: x for name, x in vars(self).items() if name != "report" and not name.endswith("_curve")
+        }
         values["findings"] = [finding.to_dict() for finding in self.findings]
-        values["worst"] = {row.name: row_to_dict(row) for row in self.worst[:_IN_JSON]}
+        values["worst"] = {} if self.report is None else plain(self.report, _IN_JSON)["tensors"]
         return values
 
     @property
@@ -127,7 +129,7 @@ def look(run: Run, now: float | None = None) -> Frame:
         loss_curve=[row["loss"] for row in tail if row["loss"] is not None],
         norm_curve=[row["total_norm"] for row in tail if row["total_norm"] is not None],
         findings=sorted(run.findings, key=lambda f: (-f.severity, -f.last_step)),
-        worst=[] if record is None else record.report().worst_first()[:_WORST],
+        report=None if record is None else record.report(),
     )
 
 
@@ -176,15 +178,15 @@ def render(seen: Frame, width: int, height: int) -> RenderableType:
         if value is not None:
             start = f"{name:10}  {tables.number(value, 5):>10}  "
             lines.append(tables.line(start, (sparkline(curve, width - len(start)), "cyan")))
-    said = tables.findings(seen.findings, _FINDINGS, advice=False, width=width)
-    lines += [tables.line(counts_text(seen.findings)), *said] if said else []
-    shown = min(len(headlines(seen.findings)), _FINDINGS) - 1 if said else 0
+    listed = tables.findings(seen.findings, _FINDINGS, advice=False, width=width)
+    lines += [tables.line(counts_text(seen.findings)), *listed] if listed else []
+    shown = min(len(headlines(seen.findings)), _FINDINGS) - 1 if listed else 0
     # minus a gap, a title, a header and the line of the cursor
     room = height - len(lines) - shown - 4
-    if seen.worst and room > 0:
+    if seen.report and room > 0:
         title = f"tensors of step {seen.recorded_step}, worst first"
         lines += [tables.text(""), tables.line((title, "bold"))]
-        lines.append(tables.tensors(seen.worst[:room], width))
+        lines.append(tables.rows(seen.report, min(room, _WORST), width))
     return tables.group(*lines)
 
 
@@ -238,7 +240,7 @@ def watch(
         live = require("rich.live", "monitor", "The command line").Live(console=console, auto_refresh=False)
     changes: Any = None
     seen: Frame | None = None
-    looked = 0.0
+    updated = 0.0
     with _interrupted() as interrupted, live or nullcontext():
         while True:
             now = time.time()
@@ -246,8 +248,8 @@ def watch(
                 seen = look(run, now)
             elif seen.age is not None:
                 # nothing new to read
-                seen = replace(seen, age=seen.age + max(now - looked, 0.0))
-            looked = now
+                seen = replace(seen, age=seen.age + max(now - updated, 0.0))
+            updated = now
             if live is not None:
                 live.update(render(seen, console.width, console.height), refresh=True)
             elif seen.changes != changes:

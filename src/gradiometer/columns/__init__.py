@@ -5,19 +5,14 @@ and scores are functions of columns. The layout of the recorder's ring is here t
 user's tensors or their names.
 """
 
-from gradiometer.columns import derived as derived
-from gradiometer.columns import rows as rows
 from gradiometer.columns.activations import (
     ACTIVATION_COLUMNS,
-    ACTIVATION_DERIVED,
     ACTIVATION_INDEX,
     ACTIVATIONS,
     NUM_ACTIVATION_COLUMNS,
     NUM_ACTIVATION_SUMS,
     activation_value,
-    tensor_columns,
 )
-from gradiometer.columns.derived import DERIVED, compute_flags, rescale
 from gradiometer.columns.exponents import (
     EXPONENT_EDGES,
     EXPONENTS,
@@ -57,7 +52,6 @@ from gradiometer.columns.pairs import (
     NUM_PAIR_COLUMNS,
     NUM_PAIR_SUMS,
     PAIR_COLUMNS,
-    PAIR_DERIVED,
     PAIR_INDEX,
     PAIRS,
     pair_value,
@@ -84,43 +78,17 @@ from gradiometer.columns.schema import (
     Schema,
     Thresholds,
 )
-from gradiometer.columns.tap_rows import (
-    NUM_TAP_COLUMNS,
-    TAP_COLUMNS,
-    TAP_NAMES,
-    TAP_STATISTICS,
-    activations_from,
-    from_activations,
-    has_tap_value,
-    scaled_activations,
-    tap_flags,
-    tap_value,
-)
 from gradiometer.columns.tensors import (
     COLUMN_INDEX,
     COLUMN_NAMES,
     COLUMNS,
     NUM_COLUMNS,
-    NUM_SUM_COLUMNS,
     TENSORS,
 )
-from gradiometer.columns.updates import (
-    NUM_UPDATE_COLUMNS,
-    UPDATE_COLUMNS,
-    UPDATE_NAMES,
-    UPDATE_STATISTICS,
-    from_pairs,
-    has_update_value,
-    pairs_from,
-    update_value,
-)
-
-RING_WIDTH = NUM_COLUMNS + 1
 
 __all__ = [
     "ACTIVATIONS",
     "ACTIVATION_COLUMNS",
-    "ACTIVATION_DERIVED",
     "ACTIVATION_INDEX",
     "COLUMNS",
     "COLUMN_INDEX",
@@ -130,7 +98,6 @@ __all__ = [
     "DEFAULT_EXPLODING_THRESHOLD",
     "DEFAULT_THRESHOLDS",
     "DEFAULT_VANISHING_THRESHOLD",
-    "DERIVED",
     "EXPLODING_WEIGHT",
     "EXPONENTS",
     "EXPONENT_EDGES",
@@ -153,21 +120,10 @@ __all__ = [
     "NUM_FINGERPRINT_COLUMNS",
     "NUM_PAIR_COLUMNS",
     "NUM_PAIR_SUMS",
-    "NUM_SUM_COLUMNS",
-    "NUM_TAP_COLUMNS",
-    "NUM_UPDATE_COLUMNS",
     "PAIRS",
     "PAIR_COLUMNS",
-    "PAIR_DERIVED",
     "PAIR_INDEX",
-    "RING_WIDTH",
-    "TAP_COLUMNS",
-    "TAP_NAMES",
-    "TAP_STATISTICS",
     "TENSORS",
-    "UPDATE_COLUMNS",
-    "UPDATE_NAMES",
-    "UPDATE_STATISTICS",
     "VANISHING_WEIGHT",
     "WORD_BYTES",
     "Column",
@@ -181,16 +137,10 @@ __all__ = [
     "Section",
     "Thresholds",
     "activation_value",
-    "activations_from",
     "best_scales",
     "bin_of",
-    "compute_flags",
     "first_rank",
     "format_of",
-    "from_activations",
-    "from_pairs",
-    "has_tap_value",
-    "has_update_value",
     "is_healthy",
     "log2_of",
     "losses",
@@ -199,18 +149,11 @@ __all__ = [
     "number",
     "of_binades",
     "pair_value",
-    "pairs_from",
     "power_of_two",
     "quantile",
     "realized",
-    "rescale",
-    "scaled_activations",
     "score",
     "spread",
     "sqrt",
     "take",
-    "tap_flags",
-    "tap_value",
-    "tensor_columns",
-    "update_value",
 ]

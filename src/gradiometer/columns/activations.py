@@ -81,11 +81,4 @@ ACTIVATION_COLUMNS: Final = ACTIVATIONS.columns
 ACTIVATION_INDEX: Final = ACTIVATIONS.index
 NUM_ACTIVATION_COLUMNS: Final = ACTIVATIONS.width
 NUM_ACTIVATION_SUMS: Final = ACTIVATIONS.num_sums
-ACTIVATION_DERIVED: Final = {x: x for x in ("outlier_ratio", "kurtosis", "zero_channel_fraction")}
 activation_value = ACTIVATIONS.value
-
-
-def tensor_columns(columns: Tensor) -> Tensor:
-    """Return the columns that tensors have too, ``(..., A) -> (..., C)``, in the order of `COLUMNS`."""
-    sums, tops = columns[..., : TENSORS.num_sums], columns[..., NUM_ACTIVATION_SUMS:]
-    return torch.cat([sums, tops], dim=-1)

@@ -111,6 +111,12 @@ def signed(value: int) -> int:
     return value - _MODULUS if value >= _MODULUS // 2 else value
 
 
+# constants of a graph, since Dynamo warns of cached functions
+_POWERS_OF_TWO: Final = tuple(
+    [(signed(geometric(2**bit)), signed(power(2**bit))) for bit in range(POSITION_BITS)]
+)
+
+
 def merge_fingerprints(a: Tensor, b: Tensor) -> Tensor:
     """Merge fingerprints as if tensors were concatenated. ``(..., 3), (..., 3) -> (..., 3) int64``.
 
@@ -120,10 +126,10 @@ def merge_fingerprints(a: Tensor, b: Tensor) -> Tensor:
     (n_bytes, word_sum, weighted_sum), others = a.unbind(-1), b.unbind(-1)
     words = n_bytes // WORD_BYTES
     scale, total = torch.ones_like(n_bytes), torch.zeros_like(n_bytes)
-    for bit in range(POSITION_BITS):
+    for bit, (added, factor) in enumerate(_POWERS_OF_TWO):
         is_set = (words >> bit) & 1 != 0
-        total = torch.where(is_set, total + scale * signed(geometric(2**bit)), total)
-        scale = torch.where(is_set, scale * signed(power(2**bit)), scale)
+        total = torch.where(is_set, total + scale * added, total)
+        scale = torch.where(is_set, scale * factor, scale)
     weighted = weighted_sum + total * others[1] + scale * others[2]
     merged = torch.stack([n_bytes + others[0], word_sum + others[1], weighted], dim=-1)
     none = merged.new_zeros(merged.shape)

@@ -117,6 +117,7 @@ PAIRS: Final = Schema(
             "n_stuck / n_nonzero_g",
             "stuck %",
             "fraction",
+            per="n_nonzero_g",
         ),
     ),
     flags=Flag.NAN | Flag.INF | Flag.VANISHING | Flag.EXPLODING,
@@ -141,7 +142,4 @@ PAIR_COLUMNS: Final = PAIRS.columns
 PAIR_INDEX: Final = PAIRS.index
 NUM_PAIR_COLUMNS: Final = PAIRS.width
 NUM_PAIR_SUMS: Final = PAIRS.num_sums
-PAIR_DERIVED: Final = {
-    x.name: (lambda columns, name=x.name: PAIRS.value(columns, name)) for x in PAIRS.derived
-}
 pair_value = PAIRS.value

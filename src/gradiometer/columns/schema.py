@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Scaling = Literal["1", "s", "|s|", "s*s", "s*s*s*s"]
 Style = Literal["count", "rare", "number", "finite", "fraction", "cosine"]
 
+_MOST: Final = 1 << 16  # columns of a schema that is loaded
 _POWERS: Final[Mapping[str, int]] = {"1": 0, "s": 1, "|s|": 1, "s*s": 2, "s*s*s*s": 4}
 
 
@@ -81,6 +82,7 @@ class Derived:
         style: how tables write it: ``"count"``; ``"rare"``, a count that is usually 0; ``"number"``;
             ``"finite"``, a number about the finite elements, if there are any; ``"fraction"``, from 0 to 1;
             ``"cosine"``, from -1 to 1, of which 1 is the best.
+        per: the count that a share is of, if it may be 0 in a row that was measured: the share is not known.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Derived:
     meaning: str
     heading: str = ""
     style: Style = "number"
+    per: str = ""
 
     @property
     def is_count(self) -> bool:
@@ -242,6 +245,17 @@ class Schema:
             return self.columns[self.index[name]]
         return next(value for value in self.derived if value.name == self._known(name))
 
+    def stores_the_same(self, other: Schema) -> bool:
+        """Return whether the raw columns have the same names, merges and types, whatever their headings."""
+        mine, others = [
+            (
+                *(schema.name, schema.dtype, schema.storage, bool(schema.flags)),
+                *[(x.name, x.merge, x.is_count, x.unit, x.signed) for x in schema.columns],
+            )
+            for schema in (self, other)
+        ]
+        return mine == others
+
     def _known(self, name: str) -> str:
         if name not in self._functions:
             msg = f"there is no {name!r} of {self.name}; choose from {', '.join(self.names)}"
@@ -318,11 +332,24 @@ class Schema:
         return flags * (self.value(columns, "numel") > 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values without the functions, from which `from_dict` returns the raw columns."""
-        fields = Column.__dataclass_fields__
+        """Return plain values without the functions, from which `from_dict` returns the raw columns.
+
+        Columns whose names count up and that are otherwise the same, such as bins, are one entry with the
+        first name and their ``number``.
+        """
+        entries: list[dict[str, Any]] = []
+        for column in self.columns:
+            entry = {key: x for key, x in vars(column).items() if x not in {"", False} or key == "name"}
+            last = entries[-1] if entries else {}
+            if column.name == _counted(last.get("name", ""), last.get("number", 1)) and (
+                {**last, "name": "", "number": 1} == {**entry, "name": "", "number": 1}
+            ):
+                last["number"] = last.get("number", 1) + 1
+            else:
+                entries.append(entry)
         return {
             "name": self.name,
-            "columns": [{name: getattr(column, name) for name in fields} for column in self.columns],
+            "columns": entries,
             "dtype": str(self.dtype).removeprefix("torch."),
             "flags": int(self.flags),
             "storage": self.storage,
@@ -335,7 +362,17 @@ class Schema:
         Raises:
             ValueError, TypeError, KeyError: for anything else.
         """
-        columns = tuple([Column(**column) for column in values["columns"]])
+        numbers = [entry.get("number", 1) for entry in values["columns"]]
+        if not all([type(number) is int and number > 0 for number in numbers]) or sum(numbers) > _MOST:
+            msg = "number of columns"
+            raise ValueError(msg)
+        columns = tuple(
+            [
+                Column(**{**entry, "name": _counted(entry["name"], i)})
+                for entry in [dict(x) for x in values["columns"]]
+                for i in range(entry.pop("number", 1))
+            ]
+        )
         choices = {
             "merge": ("sum", "max"),
             "scaling": _POWERS,
@@ -355,3 +392,9 @@ class Schema:
             raise ValueError(msg)
         flags = Flag(int(values["flags"]) & int(~Flag(0)))
         return cls(name, columns, (), dtypes[values["dtype"]], flags, storage)
+
+
+def _counted(name: str, number: int) -> str:
+    """Return the name that is ``number`` after a name that ends in digits; others are not counted."""
+    digits = name[len(name.rstrip("0123456789")) :]
+    return name.removesuffix(digits) + str(int(digits) + number) if digits and number else name

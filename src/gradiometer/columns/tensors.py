@@ -95,4 +95,3 @@ COLUMNS: Final = TENSORS.columns
 COLUMN_NAMES: Final = tuple(TENSORS.index)
 COLUMN_INDEX: Final = TENSORS.index
 NUM_COLUMNS: Final = TENSORS.width
-NUM_SUM_COLUMNS: Final = TENSORS.num_sums

@@ -66,7 +66,7 @@ class TableMerger:
 
     Attributes:
         catalog: the catalog of merged steps, with the parameters of all ranks.
-        width: how many numbers the dense tables of a step have.
+        width: the number of values that the dense tables of a step add to both vectors.
     """
 
     def __init__(self, ranks: Ranks, local: Catalog, thresholds: Thresholds, *, fingerprint: bool) -> None:
@@ -89,7 +89,7 @@ class TableMerger:
         self._numel = {
             space: torch.tensor(sizes, dtype=torch.float64, device="cpu") for space, sizes in numel.items()
         }
-        self.width = sum([len(vector) for vector in self.layout(self.catalog.dense, 1).zeros(torch.float64)])
+        self.width = sum([sum(_sizes(shapes)) for shapes in self.layout(self.catalog.dense, 1)])
 
     def _has_fingerprints(self, kind: Kind) -> bool:
         return self._fingerprint and kind.has_fingerprints
@@ -128,7 +128,8 @@ class TableMerger:
                     sections.sums[f"fingerprints {kind.name}"][i] = self._ranks.bits_of(names, bits)
             if kind.rows == "parameter":
                 # copies count once
-                columns = self._ranks.to_rows(names, columns)
+                shape = columns.shape[1:]
+                columns = self._ranks.to_rows(names, columns.flatten(1)).unflatten(1, shape)
             for section, part in zip((added, largest), schema.by_merge(columns), strict=True):
                 section.copy_(part)
             bad = _is_nonfinite(kind, columns)

@@ -61,7 +61,7 @@ def shared_options(given: Mapping[str, Any]) -> dict[str, Any]:
         **{name: bool(given[name]) for name in _SHARED_FLAGS.split()},
         "thresholds": repr(given["thresholds"]),
         "taps": getattr(given["taps"], "names", None),
-        "kinds": [getattr(kind, "name", None) for kind in given["kinds"]],
+        "kinds": [repr(kind) for kind in given["kinds"]],
     }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradiometer.columns import Thresholds, compute_flags, rescale
+from gradiometer.columns import TENSORS, Thresholds
 from gradiometer.ops.dispatch import uses_kernels
 from gradiometer.ops.eager_plan import FEW, SMALL, WIDTH_OF
 from gradiometer.ops.library import define
@@ -68,8 +68,8 @@ def _tensor_stats_in_graph(
         stored = [x.detach().as_strided(x.shape, x.stride()) for x in tensors]
         columns = _columns(stored, widths)
         if inv_scale is not None:
-            columns = rescale(columns, inv_scale.detach().reshape(()).to(columns))
-        return columns, compute_flags(columns, Thresholds(vanishing, exploding, dead))
+            columns = TENSORS.scaled(columns, inv_scale.detach().reshape(()).to(columns))
+        return columns, TENSORS.flags_of(columns, Thresholds(vanishing, exploding, dead))
 
 
 def _widths(tensors: list[Tensor]) -> list[int] | None:

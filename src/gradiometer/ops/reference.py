@@ -21,10 +21,9 @@ from torch import Tensor
 from gradiometer.columns import (
     NUM_COLUMNS,
     NUM_FINGERPRINT_COLUMNS,
+    TENSORS,
     Fingerprint,
     Flag,
-    compute_flags,
-    rescale,
 )
 from gradiometer.inputs import as_real
 from gradiometer.ops import fingerprint as bits
@@ -109,8 +108,8 @@ def tensor_stats(
         values = array("q", chain.from_iterable([fingerprints[i].row for i in range(len(rows))]))
         bits_of_all = _tensor(values, torch.int64, device).view(len(rows), NUM_FINGERPRINT_COLUMNS)
     if inv_scale is not None:
-        columns = rescale(columns, inv_scale.reshape(()).to(columns))
-        return columns, compute_flags(columns, thresholds), bits_of_all
+        columns = TENSORS.scaled(columns, inv_scale.reshape(()).to(columns))
+        return columns, TENSORS.flags_of(columns, thresholds), bits_of_all
     return columns, _tensor(array("i", _flags(rows, thresholds)), torch.int32, device), bits_of_all
 
 
@@ -137,7 +136,7 @@ def sumsq(tensors: Sequence[Tensor]) -> float:
 
 
 def _flags(rows: list[Row], thresholds: Thresholds) -> list[int]:
-    """Do what `compute_flags` does, for rows on the host."""
+    """Do what `Schema.flags_of` does, for rows on the host."""
     # most rows have no flag; their squares and counts show it, with a margin for the rounding of the root and
     # of the quotient
     least = thresholds.vanishing * thresholds.vanishing * (1 + 2**-50)

@@ -100,7 +100,7 @@ def append_(
     if len(set(is_written)) == 1:
         _write(slot, section, columns, flags, fingerprints, is_written=is_written[0])
         return
-    size = section.rows // section.tables
+    size = section.rows // max(1, section.tables)
     for i, written in enumerate(is_written):
         rows = slice(i * size, (i + 1) * size)
         width = columns.shape[1] + 1 + (0 if fingerprints is None else NUM_FINGERPRINT_COLUMNS)

@@ -13,25 +13,17 @@ from gradiometer.recorder.step_record import RunInfo, StepRecord
 from gradiometer.recorder.table import Table
 from gradiometer.recorder.updates import Updates
 
-# interim names, which go when nothing uses them
-Roster = Catalog
-TAP_KINDS = ("activations", "activation_grads")
-StepExponents = dict
-
 __all__ = [
     "KINDS",
     "LOSS_ORDER",
-    "TAP_KINDS",
     "Catalog",
     "Driver",
     "Kind",
     "ModelState",
     "OptimizerState",
     "Recorder",
-    "Roster",
     "Rows",
     "RunInfo",
-    "StepExponents",
     "StepRecord",
     "Table",
     "Updates",

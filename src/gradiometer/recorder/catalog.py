@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.columns import Schema
-from gradiometer.recorder.kinds import Kind, kinds_of
+from gradiometer.recorder.kinds import KINDS, Kind, kinds_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -142,6 +142,10 @@ class Catalog:
             msg = "lists"
             raise ValueError(msg)
         schemas = {schema.name: schema for schema in map(Schema.from_dict, values["schemas"])}
+        # with derived values, where they are known
+        for known in [kind.schema for kind in KINDS.values()]:
+            if known.name in schemas and known.stores_the_same(schemas[known.name]):
+                schemas[known.name] = known
         kinds = [Kind.from_dict(kind, schemas) for kind in values["kinds"]]
         shapes = tuple([tuple(shape) for shape in values["shapes"]])
         rows = Rows(tuple(values["names"]), shapes, tuple(values["dtypes"]))

@@ -27,7 +27,7 @@ class Ledger:
         self.findings: list[Finding] = []
         self._open: dict[tuple[str, str | None, str | None], int] = {}
 
-    def add(self, findings: Iterable[Finding]) -> list[Finding]:
+    def add(self, sightings: Iterable[Finding]) -> list[Finding]:
         """Add the findings of one step; return those of the ledger that are new or have changed.
 
         Raises:
@@ -35,7 +35,7 @@ class Ledger:
                 converted; the message names the field. Those before it are added.
         """
         changed: dict[int, Finding] = {}
-        for finding in findings:
+        for finding in sightings:
             seen = checked(finding)
             place = self._open.get(seen.key)
             if place is None or seen.first_step - self.findings[place].last_step > self.gap:

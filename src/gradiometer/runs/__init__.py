@@ -14,7 +14,7 @@ from gradiometer.runs.kept_step import KeptStep, kept_path, load_kept_step, plai
 from gradiometer.runs.precision import StepPrecision
 from gradiometer.runs.rank_blackbox import RankBlackbox
 from gradiometer.runs.reader import Run, read_run
-from gradiometer.runs.tables import scalars_of
+from gradiometer.runs.steps_table import scalars_of
 from gradiometer.runs.verify import File, Verification, verify
 from gradiometer.runs.writer import RunRecord
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # the keys of run.json that another attempt may change
 _CHANGING: Final = (
     "model",
-    "roster",
+    "catalog",
     "thresholds",
     "every",
     "capacity",

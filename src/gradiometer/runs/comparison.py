@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from gradiometer.recorder import TAP_KINDS, Kind
+from gradiometer.recorder import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-# kinds without fingerprints
-NO_BITS: Final[tuple[Kind, ...]] = ("updates", *TAP_KINDS)
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Difference:
 
     step: int
     name: str
-    kind: Kind | None
+    kind: str | None
     values: Mapping[str, tuple[float | None, float | None]]
 
 
@@ -38,14 +35,14 @@ class BitDifference:
     Attributes:
         step: the step.
         name: the first tensor that differs, such as ``blocks.3.w.grad``: gradients from the model's last to
-            its first, then weights, then updates.
+            its first, then weights.
         kind: its kind.
         tensors: the number of tensors whose bits differ in this step.
     """
 
     step: int
     name: str
-    kind: Kind
+    kind: str
     tensors: int
 
 
@@ -78,7 +75,7 @@ class Comparison:
             bits differ; 0 if fingerprints were not compared.
         bits: the first tensor whose bits differ; None if there is none, or if fingerprints were not compared.
         unknown: names of tensors without fingerprints, such as those of which the parts on several ranks do
-            not merge, but not of updates; the fingerprints of the others are compared.
+            not merge, of kinds that have fingerprints; those of the others are compared.
         tensors: the number of tensors that both have.
         kinds: the kinds that only A, and only B, has recorded.
         only_a, only_b: names of tensors that the other run lacks, of kinds that both have recorded.
@@ -101,7 +98,7 @@ class Comparison:
     bits: BitDifference | None
     unknown: tuple[str, ...]
     tensors: int
-    kinds: tuple[tuple[Kind, ...], tuple[Kind, ...]]
+    kinds: tuple[tuple[str, ...], tuple[str, ...]]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     shapes: Mapping[str, tuple[str, str]]
@@ -114,8 +111,8 @@ class Comparison:
     def identical(self) -> bool:
         """Whether the bits of all tensors are equal in all common steps with tensors.
 
-        The tensors of the kinds in both must be the same, and have fingerprints. Updates and activations
-        have none; their counts of elements and their largest magnitudes must be equal. Scalars do not count.
+        The tensors of the kinds in both must be the same, and have fingerprints. Of kinds that have none,
+        such as updates, counts of elements and largest magnitudes must be equal. Scalars do not count.
         """
         differ = self.bits or self._differ_in_tensors or self.unknown or self._without_bits
         return not differ and 0 < self.recorded == self.fingerprinted
@@ -133,8 +130,8 @@ class Comparison:
     @property
     def _without_bits(self) -> list[str]:
         """The kinds without fingerprints that differ, in words."""
-        kinds = {difference.kind for difference in self.first}
-        return [kind.replace("_grads", "s' gradients") for kind in NO_BITS if kind in kinds]
+        kinds = dict.fromkeys([difference.kind for difference in self.first if difference.kind is not None])
+        return [_plural(name) for name in kinds if name not in KINDS or not KINDS[name].has_fingerprints]
 
     @property
     def _differ_in_tensors(self) -> bool:
@@ -168,7 +165,7 @@ class Comparison:
         bits = self.bits
         if bits is not None:
             noun = "tensor" if bits.tensors == 1 else "tensors"
-            kind = {"grads": "gradient", "weights": "weight", "updates": "update"}[bits.kind]
+            kind = KINDS[bits.kind].noun if bits.kind in KINDS else bits.kind
             return f"bits differ first at step {bits.step}: {bits.name} ({kind}), {bits.tensors} {noun}"
         if not self.fingerprinted:
             return f"bits: not compared, because {self.not_compared}"
@@ -193,3 +190,11 @@ class Comparison:
         """Return plain values."""
         found = {"same": self.same, "identical": self.identical, "verdict": self.verdict, "step": self.step}
         return found | asdict(self)
+
+
+def _plural(name: str) -> str:
+    """Return a kind in words: ``updates``, ``exponents of gradients``."""
+    if name not in KINDS:
+        return name
+    kind = KINDS[name]
+    return f"{kind.schema.name} of {kind.noun}s" if kind.schema.storage == "sparse" else f"{kind.noun}s"

@@ -6,32 +6,21 @@ If both have fingerprints, these tell whether the tensors are equal to the bit; 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from gradiometer.recorder import KINDS, TAP_KINDS, Kind, label
+from gradiometer.recorder import LOSS_ORDER
 from gradiometer.runs import step_diff
-from gradiometer.runs.comparison import NO_BITS, Comparison, Difference, Side
+from gradiometer.runs.comparison import Comparison, Difference, Side
 from gradiometer.runs.files import RunError
 from gradiometer.runs.reader import Run, read_run
 from gradiometer.runs.step_diff import RunTensors
 from gradiometer.terminal import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Iterable
     from pathlib import Path
 
-    from gradiometer.recorder import Roster
-
-# the order of computation: activations from the weights, the loss from these, gradients from the loss,
-# updates from gradients
-_ORDER: Final[tuple[Kind | None, ...]] = (
-    "weights",
-    "activations",
-    None,
-    "activation_grads",
-    "grads",
-    "updates",
-)
+    from gradiometer.recorder import Catalog, Kind
 
 
 def compare_runs(
@@ -53,7 +42,8 @@ def compare_runs(
         rtol: the relative tolerance of statistics and scalars, and 0 to compare fingerprints. With 0, values
             must be equal; two NaNs are equal. Otherwise norms, magnitudes and scalars are compared relative
             to the larger one, ``sum`` relative to ``sqrt(numel * sumsq)``, which it cannot exceed, and
-            ``n_zero`` relative to ``numel``. Counts of elements, NaN and Inf must be equal.
+            ``n_zero`` relative to ``numel``; other columns likewise. Counts of elements, NaN and Inf must be
+            equal.
         ignore: tensors and scalars whose name matches this expression (`re.search`) are left out.
 
     Returns:
@@ -99,62 +89,59 @@ def compare_runs(
 
 def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None = None) -> Comparison:
     """Do what `compare_runs` does, also for runs without a step or tensor in common."""
-    kinds = set(a.roster.kinds) & set(b.roster.kinds)
-    here, there = (RunTensors(run, _labels(run.roster, kinds, ignore)) for run in (a, b))
-    shared = [name for name in here.rows if name in there.rows]
+    kinds = _common_kinds(a.catalog, b.catalog)
+    here, there = (RunTensors(run, _rows(run.catalog, kinds, ignore)) for run in (a, b))
+    shared = [key for key in here.rows if key in there.rows]
     shapes = {}
-    for name in shared:
-        forms = here.form(name), there.form(name)
+    for key in shared:
+        forms = here.form(key), there.form(key)
         if forms[0] != forms[1]:
-            shapes[name] = forms
+            shapes[key] = forms
     steps = [_steps(run) for run in (a, b)]
     common = sorted(steps[0].keys() & steps[1].keys())
     recorded = [s for s in common if steps[0][s] and steps[1][s]]
+    # histograms may be recorded in other steps
+    measured = sorted(here.steps & there.steps)
     scalars = step_diff.scalars(a, b, common, rtol, ignore)
     # scalars are cheap to read, so no tensor is read after the first step where a scalar differs
     stop = min((d.step for d in scalars), default=None)
-    upto = [s for s in recorded if stop is None or s <= stop]
+    upto = [s for s in measured if stop is None or s <= stop]
     bits, fingerprinted = None, 0
     unknown: tuple[str, ...] = ()
     if rtol == 0 and a.has_fingerprints and b.has_fingerprints:
-        # in the order of `KINDS`
-        alike = [
-            name
-            for kind in KINDS
-            if kind not in TAP_KINDS
-            for name in shared
-            if here.rows[name][0] == kind and name not in shapes
-        ]
+        alike = [key for key in shared if key not in shapes and a.catalog.kinds[key[0]].has_fingerprints]
+        alike.sort(key=lambda key: list(a.catalog.kinds).index(key[0]))
         bits, fingerprinted, unknown = step_diff.bits(here, there, recorded, alike)
     if bits is None and fingerprinted == len(recorded) and not shapes and not unknown:
         # of equal bits, statistics are equal up to rounding
         found: list[Difference] = []
-        compared = len(upto)
-        without_bits = [name for name in shared if here.rows[name][0] in NO_BITS]
+        num_steps = len(upto)
+        without_bits = [key for key in shared if not a.catalog.kinds[key[0]].has_fingerprints]
         if without_bits:
-            columns = step_diff.UNROUNDED
-            found, compared = step_diff.tensors(here, there, upto, without_bits, rtol, columns=columns)
+            found, num_steps = step_diff.tensors(here, there, upto, without_bits, rtol, is_unrounded=True)
     else:
-        found, compared = step_diff.tensors(here, there, upto, shared, rtol)
+        found, num_steps = step_diff.tensors(here, there, upto, shared, rtol)
     step = min((d.step for d in (*found, *scalars)), default=None)
     first = [d for d in found if d.step == step] + [d for d in scalars if d.step == step]
-    # `skipped` is decided after the gradients
-    first.sort(key=lambda d: _ORDER.index(d.kind) + 2.5 * (d.kind is None and d.name == "skipped"))
+    first.sort(key=lambda difference: _order(difference, kinds))
     return Comparison(
         a=_side(a, steps[0]),
         b=_side(b, steps[1]),
         rtol=rtol,
         common=len(common),
         recorded=len(recorded),
-        compared=compared,
+        compared=len({*upto[:num_steps]} & {*recorded}),
         fingerprinted=fingerprinted,
         bits=bits,
         unknown=unknown,
-        tensors=len(shared),
-        kinds=(_beyond(a.roster, kinds), _beyond(b.roster, kinds)),
-        only_a=tuple(name for name in here.rows if name not in there.rows),
-        only_b=tuple(name for name in there.rows if name not in here.rows),
-        shapes=shapes,
+        tensors=len(_labels(kinds, shared)),
+        kinds=(
+            tuple([name for name in a.catalog.kinds if name not in kinds]),
+            tuple([name for name in b.catalog.kinds if name not in kinds]),
+        ),
+        only_a=_labels(kinds, [key for key in here.rows if key not in there.rows]),
+        only_b=_labels(kinds, [key for key in there.rows if key not in here.rows]),
+        shapes={kinds[key[0]].label(key[1]): forms for key, forms in shapes.items()},
         missing=(_missing(steps[0], steps[1], common), _missing(steps[1], steps[0], common)),
         first=tuple(first),
         scalars=tuple(scalars),
@@ -166,24 +153,42 @@ def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | Non
 _Steps = dict[int, bool]
 
 
-def _beyond(roster: Roster, kinds: Collection[Kind]) -> tuple[Kind, ...]:
-    return tuple(kind for kind in roster.kinds if kind not in kinds)
+def _common_kinds(a: Catalog, b: Catalog) -> dict[str, Kind]:
+    """Return the kinds with the same columns in both, in the order of computation."""
+    found = [
+        kind
+        for name, kind in a.kinds.items()
+        if name in b.kinds and kind.schema.columns == b.kinds[name].schema.columns
+    ]
+    return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.order)}
 
 
-def _labels(
-    roster: Roster, kinds: Collection[Kind], ignore: re.Pattern[str] | None
-) -> dict[str, tuple[Kind, int]]:
-    """Return the kind and row of each tensor by label, in the order of computation."""
-    rows: dict[str, tuple[Kind, int]] = {}
-    for kind in _ORDER:
-        if kind is None or kind not in kinds:
-            continue
-        indices = range(len(roster.names))
-        for i in reversed(indices) if kind in {"grads", "activation_grads"} else indices:
-            name = label(kind, roster.names[i])
-            if roster.has(kind, i) and (ignore is None or not ignore.search(name)):
-                rows[name] = (kind, i)
+def _rows(
+    catalog: Catalog, kinds: dict[str, Kind], ignore: re.Pattern[str] | None
+) -> dict[tuple[str, str], int]:
+    """Return the row of each tensor by its kind and name, in the order of computation."""
+    rows: dict[tuple[str, str], int] = {}
+    for name, kind in kinds.items():
+        own = list(enumerate(catalog.names_of(name)))
+        for i, tensor in reversed(own) if kind.is_backward else own:
+            if ignore is None or not ignore.search(kind.label(tensor)):
+                rows[name, tensor] = i
     return rows
+
+
+def _labels(kinds: dict[str, Kind], keys: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Return the display names of tensors; those of two kinds may have the same."""
+    return tuple(dict.fromkeys([kinds[kind].label(name) for kind, name in keys]))
+
+
+def _order(difference: Difference, kinds: dict[str, Kind]) -> float:
+    """Return the place in the order of computation."""
+    if difference.kind is not None:
+        return kinds[difference.kind].order
+    if difference.name != "skipped":
+        return LOSS_ORDER
+    # decided after the gradients
+    return max([kind.order for kind in kinds.values() if kind.is_backward], default=LOSS_ORDER) + 0.5
 
 
 def _steps(run: Run) -> _Steps:

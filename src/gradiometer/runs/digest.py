@@ -11,6 +11,8 @@ import hashlib
 import json
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
+from gradiometer.runs.format import TABLE_NAME
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -29,44 +31,41 @@ class Claims(NamedTuple):
     """What a Parquet file says it is.
 
     Attributes:
-        table: ``"steps"``, ``"tensors"`` or ``"exponents"``.
+        table: ``"steps"``, or the name of a schema.
         attempt: the attempt that wrote it.
         first_step: the first step of its segment.
         steps: the number of steps that the segment had.
-        tensors: in a file of steps, the digest of the segment's file of tensors.
+        tables: in a file of steps, the digest of each of the segment's other files, by its schema's name.
         previous: in a file of steps, attempt, first step and digest of the file of steps before it.
         digest: this file's own, in hexadecimal.
-        exponents: in a file of steps, the digest of the segment's file of exponents; None without one.
     """
 
     table: str
     attempt: int
     first_step: int
     steps: int
-    tensors: str | None = None
+    tables: Mapping[str, str] = {}
     previous: tuple[int, int, str] | None = None
     digest: str = ""
-    exponents: str | None = None
 
 
 def with_claims(parquet: Any, claims: Claims) -> tuple[bytes, str]:
     """Return the content of a Parquet file with a digest, and the digest."""
     view = memoryview(parquet)
     footer = len(view) - 8 - int.from_bytes(view[-8:-4], "little")
-    left_out = {"digest"} if claims.exponents else {"digest", "exponents"}
-    said = json.dumps({k: v for k, v in claims._asdict().items() if k not in left_out}).encode()
-    head, tail = (view[:footer], said, len(said).to_bytes(4, "little")), (_MAGIC, view[footer:])
+    text = json.dumps({k: v for k, v in claims._asdict().items() if k != "digest"}).encode()
+    head, tail = (view[:footer], text, len(text).to_bytes(4, "little")), (_MAGIC, view[footer:])
     hashed = hashlib.sha256()
     for part in (*head, *tail):
         hashed.update(part)
     return b"".join((*head, hashed.digest(), *tail)), hashed.hexdigest()
 
 
-def read_claims(file: IO[bytes]) -> Claims | None:
-    """Check a Parquet file against its digest and return what it claims to be; None if it has no digest.
+def read_claims(file: IO[bytes]) -> Claims:
+    """Check a Parquet file against its digest and return what it claims to be.
 
     Raises:
-        DamageError: if they differ, or the file is not a Parquet file.
+        DamageError: if they differ, the file has no digest, or it is not a Parquet file.
     """
     size = file.seek(0, 2)
     file.seek(max(size - 8, 0))
@@ -76,12 +75,11 @@ def read_claims(file: IO[bytes]) -> Claims | None:
     if end[4:] != _PARQUET or footer < len(_PARQUET):
         msg = "it does not end as a Parquet file does"
         raise DamageError(msg)
-    if at < 4:
-        return None
-    file.seek(at - 4)
+    file.seek(max(at - 4, 0))
     length, digest, magic = int.from_bytes(file.read(4), "little"), file.read(_SIZE), file.read(len(_MAGIC))
-    if magic != _MAGIC:
-        return None
+    if at < 4 or magic != _MAGIC:
+        msg = "its digest is missing"
+        raise DamageError(msg)
     hashed = hashlib.sha256()
     file.seek(0)
     left = at
@@ -98,16 +96,18 @@ def read_claims(file: IO[bytes]) -> Claims | None:
     return _claims(json.loads(file.read(length)), digest.hex())
 
 
-def _claims(said: Any, digest: str) -> Claims:
+def _claims(values: Any, digest: str) -> Claims:
     try:
-        found = Claims(**said | {"digest": digest})
+        found = Claims(**values | {"digest": digest})
         previous = found.previous
         if previous is not None:
             attempt, first, of = previous
             found = found._replace(previous=(int(attempt), int(first), str(of)))
-        if not all([isinstance(x, int) for x in (found.attempt, found.first_step, found.steps)]):
+        integers = (found.attempt, found.first_step, found.steps)
+        are_names = all([TABLE_NAME.fullmatch(x) for x in (found.table, *found.tables)])
+        if not all([isinstance(x, int) for x in integers]) or not are_names:
             raise TypeError  # noqa: TRY301 as for other wrong types
-    except (TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         msg = "what it says about itself is not understood"
         raise DamageError(msg) from None
     return found
@@ -119,26 +119,23 @@ def json_digest(name: str, value: Mapping[str, Any]) -> str:
     return _PREFIX + hashlib.sha256(text.encode()).hexdigest()
 
 
-def pop_digest(name: str, value: Any, *, needed: bool) -> str | None:
+def pop_digest(name: str, value: Any) -> str | None:
     """Check the content of a JSON file against its digest, which is removed and returned.
 
     Args:
         name: the file's name.
         value: its content.
-        needed: whether it was written with a digest.
 
     Returns:
-        the digest; None without one, or if it is null.
+        the digest; None if it is null.
 
     Raises:
         DamageError: if they differ, or it is missing.
     """
     if not isinstance(value, dict) or "digest" not in value:
-        if needed:
-            # a damaged key must not make it a file without a digest
-            msg = "its digest is missing; a change by hand must set it to null"
-            raise DamageError(msg)
-        return None
+        # a damaged key must not make it a file without a digest
+        msg = "its digest is missing; a change by hand must set it to null"
+        raise DamageError(msg)
     digest = value.pop("digest")
     if digest not in {None, json_digest(name, value)}:
         msg = "its content does not match its digest; a change by hand must set the digest to null"

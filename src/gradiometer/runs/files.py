@@ -57,9 +57,9 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def unfit(path: Path, said: object) -> RunError:
+def unfit(path: Path, found: object) -> RunError:
     """Return the error for a JSON file with unexpected content."""
-    return RunError(f"{path} has unexpected content ({said}): fix or delete it")
+    return RunError(f"{path} has unexpected content ({found}): fix or delete it")
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:

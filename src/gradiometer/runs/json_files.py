@@ -60,29 +60,29 @@ def json_file(name: str, value: Mapping[str, Any]) -> tuple[bytes, str]:
     return to_json(content | {"digest": digest}).encode(), digest
 
 
-def read_json(path: Path, closed_with: str | None = None, *, needs_digest: bool = False) -> Any:
+def read_json(path: Path, closed_with: str | None = None) -> Any:
     """Return the content of a run's JSON file without its digest; None if the file is missing.
 
     Args:
         path: the file.
-        closed_with: the digest that it must have, if it has one.
-        needs_digest: whether it was written with a digest, which may be null now; for run.json, it says so.
+        closed_with: the digest that it must have, unless it was set to null by hand.
 
     Raises:
         RunError: if it cannot be read, or is not as it was written.
     """
-    return read_with_digest(path, closed_with, needs_digest=needs_digest)[0]
+    return read_with_digest(path, closed_with)[0]
 
 
-def read_with_digest(
-    path: Path, closed_with: str | None = None, *, needs_digest: bool = False
-) -> tuple[Any, str | None]:
-    """Return what `read_json` does, and the digest; None if the file has none or is missing."""
+def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, str | None]:
+    """Return what `read_json` does, and the digest; None if it is null, or the file is missing."""
     try:
         with open_file(path) as file:
             value = parse_json(file.read())
-        needs_digest |= isinstance(value, dict) and "digests_from" in value
-        digest = pop_digest(path.name, value, needed=needs_digest)
+        # a run.json of something else has neither
+        is_foreign = not isinstance(value, dict) or not {"format", "digest"} & value.keys()
+        if path.name == "run.json" and is_foreign:
+            return value, None
+        digest = pop_digest(path.name, value)
         if digest is not None and closed_with not in {None, digest}:
             msg = "it is not the version that the run was closed with"
             raise DamageError(msg)

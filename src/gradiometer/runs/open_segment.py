@@ -4,23 +4,44 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from gradiometer.runs.arrow import cut, joined
 from gradiometer.runs.digest import Claims, with_claims
 from gradiometer.runs.directory import prepare
-from gradiometer.runs.exponents import exponents_table
-from gradiometer.runs.format import pyarrow, segment_path
+from gradiometer.runs.format import segment_path
 from gradiometer.runs.journal import JournalWriter
-from gradiometer.runs.parquet import steps_table, tensors_table, to_parquet
-from gradiometer.runs.tables import cut
+from gradiometer.runs.parquet import to_parquet
+from gradiometer.runs.schema_table import schema_table, schemas_of
+from gradiometer.runs.steps_table import steps_table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import pyarrow as pa
 
-    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.recorder import Catalog, StepRecord
 
 # the rows of so many steps are made at once
 _BATCH: Final = 64
+# a row of a sparse table takes about so many rows' memory
+_SPARSE_ROW: Final = 16
+
+
+def tables_of(records: Sequence[StepRecord], attempt: int, catalog: Catalog) -> dict[str, pa.Table]:
+    """Return the table of steps, and those of the schemas of a catalog, by name."""
+    return {"steps": steps_table(records, attempt, catalog)} | {
+        name: schema_table(schema, records, attempt, catalog) for name, schema in schemas_of(catalog).items()
+    }
+
+
+def rows_of(record: StepRecord) -> int:
+    """Return how many rows the memory of a step's tables is worth."""
+    return sum(
+        [
+            len(table.rows) * (_SPARSE_ROW if table.kind.schema.storage == "sparse" else 1)
+            for table in record.tables.values()
+        ]
+    )
 
 
 class OpenSegment:
@@ -32,33 +53,23 @@ class OpenSegment:
 
     Args:
         run: the folder.
-        roster: the tensors of all steps.
+        catalog: the tables of all steps.
         attempt: the attempt that writes.
         last: attempt, first step and digest of the last file of steps; None if unknown.
         fsync: whether the Parquet files survive a power failure.
-        fingerprint: whether the steps have fingerprints.
 
     Attributes:
         attempt: the attempt that writes.
         last: as above.
-        recorded: how many of the steps were recorded.
-        with_exponents: how many of the steps have histograms of exponents.
         saved: how many of the steps are in Parquet files.
     """
 
     def __init__(
-        self,
-        run: Path,
-        roster: Roster,
-        attempt: int,
-        last: tuple[int, int, str] | None,
-        *,
-        fsync: bool,
-        fingerprint: bool = False,
+        self, run: Path, catalog: Catalog, attempt: int, last: tuple[int, int, str] | None, *, fsync: bool
     ) -> None:
         self.attempt = attempt
         self.last = last
-        self._run, self._roster, self._fsync, self._fingerprint = run, roster, fsync, fingerprint
+        self._run, self._catalog, self._fsync = run, catalog, fsync
         # attempt and first step of the segment, and `last` when it was begun
         self._key: tuple[int, int] | None = None
         self._previous = last
@@ -69,21 +80,26 @@ class OpenSegment:
     def clear(self) -> None:
         """Go on with the steps after these."""
         # the steps whose rows are made, as tables; those after them; and the last ones, which are not on disk
-        self._rows = [(steps_table([], 0), tensors_table([], 0, self._roster), exponents_table([], 0))]
-        self._done = 0
+        self._made = [tables_of([], 0, self._catalog)]
         self._new: list[StepRecord] = []
         self._unwritten: list[StepRecord] = []
-        self.recorded = self.with_exponents = self.saved = 0
+        self._rows: list[int] = []  # of each step
+        self.saved = 0
         self._close_journal(remove=False)
 
     def __len__(self) -> int:
         """Return the number of steps."""
-        return self._done + len(self._new)
+        return len(self._rows)
+
+    @property
+    def rows(self) -> int:
+        """How many rows its memory is worth."""
+        return sum(self._rows)
 
     @property
     def first_step(self) -> int:
         """The first step; there must be one."""
-        steps = self._tables()[0]["step"]
+        steps = self._tables()["steps"]["step"]
         return int(steps[0].as_py()) if len(steps) else self._new[0].step
 
     @property
@@ -96,8 +112,7 @@ class OpenSegment:
         """Add a step, without writing it."""
         self._new.append(record)
         self._unwritten.append(record)
-        self.recorded += record.recorded
-        self.with_exponents += record.exponents is not None
+        self._rows.append(rows_of(record))
 
     def check(self) -> int:
         """Notice that the journal was removed; return how many steps that were dropped are lost with it."""
@@ -115,7 +130,7 @@ class OpenSegment:
             if self._journal is None:
                 self._journaled = (len(self) - len(self._unwritten),) * 2
                 key = self.attempt, self._unwritten[0].step
-                self._journal = JournalWriter(self._run, *key, self._roster, fingerprint=self._fingerprint)
+                self._journal = JournalWriter(self._run, *key, self._catalog)
             self._journal.append(self._unwritten)
             self._journaled = self._journaled[0], len(self)
             self._unwritten = []
@@ -129,26 +144,22 @@ class OpenSegment:
         first = self.first_step
         if self._key != (self.attempt, first):
             self._key, self._previous, self.last = (self.attempt, first), self.last, None
-        of_steps, of_tensors, of_exponents = self._tables()
-        claims = Claims("tensors", *self._key, len(self))
-        tensors, digest = with_claims(to_parquet(of_tensors), claims)
-        # steps come last, so that no step lacks its tensors; all are written before any is replaced
-        files = [("tensors", tensors)]
-        of_steps_claims = claims._replace(table="steps", tensors=digest, previous=self._previous)
-        if len(of_exponents):
-            exponents, digest = with_claims(to_parquet(of_exponents), claims._replace(table="exponents"))
-            files.insert(0, ("exponents", exponents))
-            of_steps_claims = of_steps_claims._replace(exponents=digest)
-            (self._run / "exponents").mkdir(exist_ok=True)
-        steps, digest = with_claims(to_parquet(of_steps), of_steps_claims)
-        ready = [
-            prepare(self._run, segment_path(self._run, name, *self._key), data, sync=self._fsync)
-            for name, data in (*files, ("steps", steps))
-        ]
+        tables = self._tables()
+        files: list[Callable[[], None]] = []
+        digests: dict[str, str] = {}
+        # steps come last, so that no step lacks its tables; all are written before any is replaced
+        for name in [*[x for x in tables if x != "steps" and len(tables[x])], "steps"]:
+            claims = Claims(name, *self._key, len(self))
+            if name == "steps":
+                claims = claims._replace(tables=dict(digests), previous=self._previous)
+            data, digests[name] = with_claims(to_parquet(tables[name]), claims)
+            path = segment_path(self._run, name, *self._key)
+            path.parent.mkdir(exist_ok=True)
+            files.append(prepare(self._run, path, data, sync=self._fsync))
         self.last = None
-        for put in ready:
+        for put in files:
             put()
-        self.last = (*self._key, digest)
+        self.last = (*self._key, digests["steps"])
         self.saved, self._unwritten = len(self), []
         self._close_journal(remove=not self._sealed)
 
@@ -165,12 +176,11 @@ class OpenSegment:
         if not saved and not lost:
             # no more is appended: the journal must not grow without end
             self._sealed += 1
-        steps, tensors, exponents = self._tables()
-        steps = steps.slice(gone)
-        tensors, exponents = [cut(x, steps["step"][0].as_py(), None) for x in (tensors, exponents)]
-        self._rows = [(steps, tensors, exponents)]
-        self._done, self.recorded, self.saved = len(steps), sum(steps["recorded"].to_pylist()), 0
-        self.with_exponents = len({*exponents["step"].to_pylist()})
+        tables = self._tables()
+        first = tables["steps"]["step"][gone].as_py()
+        self._made = [{name: cut(table, first, None) for name, table in tables.items()}]
+        self.saved = 0
+        self._rows = self._rows[gone:]
         self._journaled = max(begin - gone, 0), max(end - gone, 0)
         self._unwritten = self._unwritten[-len(self) :]
         return saved, lost
@@ -181,21 +191,17 @@ class OpenSegment:
 
     def _make_rows(self) -> None:
         if self._new:
-            tensors = tensors_table(self._new, self.attempt, self._roster)
-            exponents = exponents_table(self._new, self.attempt)
-            self._rows.append((steps_table(self._new, self.attempt), tensors, exponents))
-            self._done += len(self._new)
+            self._made.append(tables_of(self._new, self.attempt, self._catalog))
             self._new = []
 
-    def _tables(self) -> tuple[pa.Table, pa.Table, pa.Table]:
-        """Return the tables of steps, of tensors and of exponents."""
-        if len(self._rows) > 1:
-            concat = pyarrow().concat_tables
-            # a table without rows has no columns for fingerprints
-            found = [concat(x, promote_options="default") for x in zip(*self._rows, strict=True)]
-            steps, tensors, exponents = [x.combine_chunks() for x in found]
-            self._rows = [(steps, tensors, exponents)]
-        return self._rows[0]
+    def _tables(self) -> dict[str, pa.Table]:
+        """Return the table of steps, and those of schemas, by name."""
+        if len(self._made) > 1:
+            # a table without rows has no columns of fingerprints
+            self._made = [
+                {name: joined([x[name] for x in self._made]).combine_chunks() for name in self._made[0]}
+            ]
+        return self._made[0]
 
     def _close_journal(self, *, remove: bool) -> None:
         journal, self._journal = self._journal, None

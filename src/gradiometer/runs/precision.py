@@ -5,21 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.extras import require
-from gradiometer.runs.exponents import check_histograms, histograms
+from gradiometer.columns import EXPONENTS
+from gradiometer.runs.arrow import numbers
 from gradiometer.runs.files import RunError
-from gradiometer.runs.format import EXPONENTS, arrow_schema, pyarrow, segment_path
-from gradiometer.runs.tables import numbers, unreadable
+from gradiometer.runs.schema_table import columns_of
+from gradiometer.runs.table_reader import TableReader
 from gradiometer.stats import ExponentStats, PrecisionReport
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Collection, Iterable, Iterator
 
     import pyarrow as pa
-
-    from gradiometer.recorder import Kind, Roster
-    from gradiometer.runs.segments import Segments
 
 
 class StepPrecision(PrecisionReport):
@@ -32,7 +28,7 @@ class StepPrecision(PrecisionReport):
     """
 
     def __init__(
-        self, step: int, kind: Kind, stats: ExponentStats, formats: Iterable[Any] | None = None
+        self, step: int, kind: str, stats: ExponentStats, formats: Iterable[Any] | None = None
     ) -> None:
         super().__init__(stats.names, stats.columns, formats)
         self.step, self.kind, self.stats = step, kind, stats
@@ -41,32 +37,17 @@ class StepPrecision(PrecisionReport):
         return f"{self.kind} of step {self.step}: {super()._headline()}"
 
 
-class ExponentReader:
-    """The part of `gradiometer.runs.Run` that reads histograms of exponents."""
-
-    path: Path
-    roster: Roster
-    _files: Segments
-    # segments whose file of exponents is left out
-    _without: set[tuple[int, int]]
-
-    def _between(self, first: int | None, last: int | None) -> list[tuple[int, int]]:
-        """Return the segments that may have steps from ``first`` to ``last``."""
-        raise NotImplementedError
-
-    def _bounds(self, key: tuple[int, int], first: int | None, last: int | None) -> tuple[int, int]:
-        """Return the first and last step to read from a segment, inclusive."""
-        raise NotImplementedError
+class ExponentReader(TableReader):
+    """Reads histograms of exponents; `gradiometer.runs.Run` documents it."""
 
     @property
     def precision_steps(self) -> list[int]:
         """The steps that have histograms of exponents, ascending; see `precision`."""
-        tables = self._exponents(["step"], None, None)
-        return sorted({step for _, table in tables for step in table["step"].unique().to_pylist()})
+        return sorted({*self.exponents(columns=["step"])["step"].to_pylist()})
 
     def exponents(
         self,
-        kind: Kind | None = None,
+        kind: str | None = None,
         *,
         columns: Collection[str] | None = None,
         first: int | None = None,
@@ -74,7 +55,7 @@ class ExponentReader:
     ) -> pa.Table:
         """Return histograms of exponents: one row per step, kind and measured parameter, in that order.
 
-        The columns are `EXPONENTS`; `precision` returns histograms of one step.
+        The columns are those of `table`; `precision` returns histograms of one step.
 
         Args:
             kind: ``"grads"`` or ``"weights"``; None for both.
@@ -82,18 +63,11 @@ class ExponentReader:
             first: only from this step on.
             last: only up to and including this step.
         """
-        schema = arrow_schema(EXPONENTS)
-        for name in columns or ():
-            if name not in schema.names:
-                msg = f"there is no column {name!r} of exponents; choose from {', '.join(schema.names)}"
-                raise RunError(msg)
-        own = schema.names if columns is None else list(columns)
-        none = pyarrow().schema([schema.field(name) for name in own]).empty_table()
-        tables = [table for _, table in self._exponents(own, first, last, kind)]
-        return pyarrow().concat_tables([none, *tables]).unify_dictionaries()
+        own = None if kind is None else self._exponents_of(kind) or kind
+        return self.table(EXPONENTS.name, columns=columns, kind=own, first=first, last=last)
 
     def precision(
-        self, step: int | None = None, kind: Kind = "grads", formats: Iterable[Any] | None = None
+        self, step: int | None = None, kind: str = "grads", formats: Iterable[Any] | None = None
     ) -> StepPrecision:
         """Return which tensors fit which format, from the histograms of a step.
 
@@ -119,7 +93,7 @@ class ExponentReader:
         >>> found.stats.n_flushed("float8_e5m2", scale=2.0**10)
         tensor([0])
         """
-        if kind in self.roster.kinds and step is not None:
+        if step is not None:
             for _, stats in self.precisions(kind, first=step, last=step):
                 return StepPrecision(step, kind, stats, formats)
         steps = self.precision_steps
@@ -132,39 +106,26 @@ class ExponentReader:
             near = min(steps, key=lambda x: abs(x - step))
             msg = f"{self.path} has no histograms of step {step}; there are {len(steps)}, from {steps[0]} to "
             raise RunError(f"{msg}{steps[-1]}, and the nearest is that of step {near}")
-        more = "" if kind in self.roster.kinds else "; Monitor(weights=True) records those of weights, too"
+        more = "" if self._exponents_of(kind) else "; Monitor(weights=True) records those of weights, too"
         msg = f"{self.path} has no histograms of {kind} in step {step}{more}"
         raise RunError(msg)
 
     def precisions(
-        self, kind: Kind = "grads", *, first: int | None = None, last: int | None = None
+        self, kind: str = "grads", *, first: int | None = None, last: int | None = None
     ) -> Iterator[tuple[int, ExponentStats]]:
         """Iterate over the steps that have histograms, and these, ascending. Files are read lazily."""
-        columns = arrow_schema(EXPONENTS).names
-        for _, table in self._exponents(columns, first, last, kind):
+        own = self._exponents_of(kind)
+        for key in [] if own is None else self._segments_with(EXPONENTS.name, first, last):
+            low, high = self._bounds(key, first, last)
+            table = self.table(EXPONENTS.name, kind=own, first=low, last=high)
             steps, names = numbers(table["step"]), table["name"].to_pylist()
-            starts = [0, *(steps.diff().nonzero().view(-1) + 1).tolist(), len(steps)]
+            starts = [0, *(steps.diff().nonzero().view(-1) + 1).tolist(), len(steps)] if len(steps) else []
             for start, end in itertools.pairwise(starts):
                 # step by step: a segment of histograms would take far more memory than its file
-                rows = histograms(table.slice(start, end - start))
+                rows = columns_of(EXPONENTS, table.slice(start, end - start))
                 yield int(steps[start]), ExponentStats(tuple(names[start:end]), rows)
 
-    def _exponents(
-        self, columns: Sequence[str], first: int | None, last: int | None, kind: Kind | None = None
-    ) -> Iterator[tuple[tuple[int, int], pa.Table]]:
-        """Return the histograms of each segment that has some."""
-        ds = require("pyarrow.dataset", "monitor", "A run record")
-        for key in self._between(first, last):
-            if key in self._without or not self._files.has_exponents(key):
-                continue
-            low, high = self._bounds(key, first, last)
-            where = (ds.field("step") >= low) & (ds.field("step") <= high)
-            if kind is not None:
-                where &= ds.field("kind") == kind
-            found = self._files.read("exponents", key, columns, where)
-            try:
-                check_histograms(found)
-            except ValueError as error:
-                raise unreadable(segment_path(self.path, "exponents", *key), error) from None
-            if len(found):
-                yield key, found
+    def _exponents_of(self, kind: str) -> str | None:
+        """Return the kind with the histograms of gradients or weights; None without one."""
+        kinds = [x for x in self.catalog.sparse if x.schema is EXPONENTS]
+        return next((x.name for x in kinds if x.of == kind), None)

@@ -6,19 +6,16 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.recorder import KINDS
 from gradiometer.runs.files import RunError
-from gradiometer.runs.format import list_segments, load_roster, read_findings, read_info
+from gradiometer.runs.findings import read_findings
+from gradiometer.runs.format import list_segments
+from gradiometer.runs.info import catalog_of, read_info
 from gradiometer.runs.journal import journal_path, keep_damaged, list_journals, read_journal
-from gradiometer.runs.json_files import encodable
 from gradiometer.runs.open_segment import OpenSegment
 from gradiometer.runs.segments import Segments
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
-
-    from gradiometer.recorder import Roster
 
 _LOG = logging.getLogger("gradiometer")
 
@@ -34,11 +31,8 @@ def earlier_info(run: Path) -> dict[str, Any]:
         return {}
     try:
         info = read_info(run)
-        load_roster(info["roster"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if not isinstance(error, RunError):
-            msg = f"{path} has unexpected content ({error!r}): fix it"
-            raise RunError(msg) from None
+        catalog_of(run, info)
+    except RunError as error:
         if not error.reason:
             raise
         kept = path.with_name(f"run-damaged-{time.time_ns()}.json")
@@ -48,31 +42,15 @@ def earlier_info(run: Path) -> dict[str, Any]:
     return info
 
 
-def earlier_findings(run: Path, info: Mapping[str, Any], attempt: int) -> list[dict[str, Any]]:
+def earlier_findings(run: Path, attempt: int) -> list[dict[str, Any]]:
     """Return the findings up to an attempt; a damaged file is kept under another name."""
     try:
-        return read_findings(run, info)
+        return read_findings(run)
     except RunError as error:
         kept = run / f"findings-damaged-{attempt}.json"
         (run / "findings.json").replace(kept)
         _LOG.warning("%s. It is now %s, and the run goes on without earlier findings", error, kept.name)
         return []
-
-
-def roster_of(roster: Roster, old: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the roster for run.json: these tensors, then those that only earlier attempts had."""
-    names, shapes, dtypes = [encodable(x) for x in roster.names], list(roster.shapes), list(roster.dtypes)
-    kinds = set(roster.kinds)
-    if old is not None:
-        known = set(names)
-        kinds |= set(old["kinds"])
-        for name, shape, dtype in zip(old["names"], old["shapes"], old["dtypes"], strict=True):
-            if name not in known:
-                names.append(name)
-                shapes.append(shape)
-                dtypes.append(dtype)
-    in_order = [kind for kind in KINDS if kind in kinds]
-    return {"names": names, "shapes": shapes, "dtypes": dtypes, "kinds": in_order}
 
 
 def recover(run: Path, *, fsync: bool) -> None:
@@ -86,8 +64,8 @@ def recover(run: Path, *, fsync: bool) -> None:
             records = segments.without(key[0], journal.records)
         except RunError:
             continue  # its steps stay there, beside a damaged Parquet file
-        if journal.roster is not None and records:
-            segment = OpenSegment(run, journal.roster, key[0], segments.last_written(), fsync=fsync)
+        if journal.catalog is not None and records:
+            segment = OpenSegment(run, journal.catalog, key[0], segments.last_written(), fsync=fsync)
             for record in records:
                 segment.add(record)
             segment.save()

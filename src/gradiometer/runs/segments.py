@@ -9,12 +9,13 @@ from contextlib import suppress
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
+from gradiometer.runs.arrow import filtered
 from gradiometer.runs.digest import Claims, DamageError, read_claims
-from gradiometer.runs.exponents import exponents_table
 from gradiometer.runs.files import RunError, open_file, stamp, stamp_of
-from gradiometer.runs.format import segment_path
-from gradiometer.runs.parquet import steps_table, tensors_table
-from gradiometer.runs.tables import filtered, read_table, unreadable
+from gradiometer.runs.format import ROW, fields_of, segment_path, step_fields
+from gradiometer.runs.parquet import read_table, unreadable
+from gradiometer.runs.schema_table import check_rows, schema_table, schemas_of
+from gradiometer.runs.steps_table import steps_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from gradiometer.recorder import StepRecord
+    from gradiometer.recorder import Catalog, StepRecord, Table
+    from gradiometer.runs.format import Field
     from gradiometer.runs.journal import Journal
 
 # a matrix takes at most _LARGEST bytes of memory, or _RATIO times the size of the files that it is read from;
@@ -39,40 +41,48 @@ class Segments:
     The steps of a journal that are in no Parquet file are a segment, too.
 
     A file is checked against its digest when it is first read; page checksums protect later reads. The
-    file of steps has the digests of its files of tensors and exponents, and that of the segment before it, so
-    that an older version of a file is noticed. The last one is in run.json after the run is closed.
+    file of steps has the digests of the segment's other files, and that of the segment before it, so that an
+    older version of a file is noticed. The last one is in run.json after the run is closed.
 
     Args:
         run: the folder.
         keys: attempt and first step of all Parquet files, ascending.
         info: the content of run.json.
+        catalog: the tables of the steps; None to read the steps alone.
 
     Attributes:
         keys: as above.
         journals: the steps of journals, by attempt and first step.
     """
 
-    def __init__(self, run: Path, keys: Collection[tuple[int, int]] = (), info: Any = None) -> None:
+    def __init__(
+        self,
+        run: Path,
+        keys: Collection[tuple[int, int]] = (),
+        info: Mapping[str, Any] | None = None,
+        catalog: Catalog | None = None,
+    ) -> None:
         self.run = run
         # what the files whose digest was right claim to be, for as long as they are not replaced
-        self._whole: dict[Path, tuple[Any, Claims | None]] = {}
-        self.update(keys, info or {}, {})
+        self._whole: dict[Path, tuple[Any, Claims]] = {}
+        self.update(keys, info or {}, catalog, {})
 
     def update(
         self,
         keys: Collection[tuple[int, int]],
         info: Mapping[str, Any],
+        catalog: Catalog | None,
         journals: Mapping[tuple[int, int], Journal],
     ) -> None:
-        """Set the Parquet files, the content of run.json, and the content of the journals."""
+        """Set the Parquet files, the content of run.json, the tables, and the content of the journals."""
         self.keys = list(keys)
         self._following = dict(itertools.pairwise(self.keys))
-        self._from = info.get("digests_from")
         self._closed_with = info.get("files", {})
-        tables = ("steps", "tensors", "exponents")
-        known = {segment_path(self.run, table, *key) for table in tables for key in keys}
+        self._schemas = {} if catalog is None else schemas_of(catalog)
+        self._step_fields = step_fields(catalog)
+        known = {segment_path(self.run, table, *key) for table in ("steps", *self._schemas) for key in keys}
         self._whole = {path: whole for path, whole in self._whole.items() if path in known}
-        self._tables: dict[tuple[str, tuple[int, int]], pa.Table] = {}
+        self._made: dict[tuple[str, tuple[int, int]], pa.Table] = {}
         self.journals: dict[tuple[int, int], list[StepRecord]] = {}
         for (attempt, _), journal in journals.items():
             records = journal.records
@@ -84,30 +94,42 @@ class Segments:
     def read(
         self, table: str, key: tuple[int, int], columns: Sequence[str] | None = None, where: Any = None
     ) -> pa.Table:
-        """Return the rows of a file.
+        """Return the rows of a file of steps, or of a schema by name.
 
         Raises:
             RunError: if it cannot be read or is not as it was written.
         """
         if key not in self.journals:
-            path = segment_path(self.run, table, *key)
+            path, schema = segment_path(self.run, table, *key), self._schemas.get(table)
             check = partial(self._check, table, key)
-            return _again_if_replaced(path, lambda: read_table(path, check, columns, where))
-        if (table, key) not in self._tables:
-            attempt, records = key[0], self.journals[key]
-            if table == "exponents":
-                made = exponents_table(records, attempt)
-            elif table == "steps":
-                made = steps_table(records, attempt)
-            else:
-                made = tensors_table(records, attempt, records[0].roster)
-            self._tables[table, key] = made
-        rows = self._tables[table, key]
+            accepts = None if schema is None else partial(check_rows, schema)
+            fields = self._fields(table)
+            return _again_if_replaced(
+                path, lambda: read_table(path, check, fields, columns, where, check_rows=accepts)
+            )
+        if (table, key) not in self._made:
+            self._made[table, key] = self._of_journal(table, key[0], self.journals[key])
+        rows = self._made[table, key]
         rows = rows if where is None else filtered(rows, where)
         return rows if columns is None else rows.select([x for x in columns if x in rows.column_names])
 
+    def _of_journal(self, table: str, attempt: int, records: Sequence[StepRecord]) -> pa.Table:
+        catalog = records[0].catalog
+        if table == "steps":
+            return steps_table(records, attempt, catalog)
+        schema, own = self._schemas[table], schemas_of(catalog).get(table)
+        if own is not None and not own.stores_the_same(schema):
+            msg = f"{self.run}: the journal of attempt {attempt} has other columns of {table} than run.json"
+            raise RunError(msg)
+        return schema_table(schema, records, attempt, catalog)
+
+    def _fields(self, table: str) -> Sequence[Field]:
+        if table == "steps":
+            return self._step_fields
+        return fields_of(self._schemas[table], fingerprints=True) if table in self._schemas else ROW
+
     def claims(self, table: str, key: tuple[int, int]) -> Claims | None:
-        """Check a Parquet file, and return what it claims to be; None if it has no digest, or for a journal.
+        """Check a Parquet file, and return what it claims to be; None for a journal.
 
         Raises:
             RunError: if it cannot be read or is not as it was written.
@@ -116,7 +138,7 @@ class Segments:
             return None
         path = segment_path(self.run, table, *key)
 
-        def check() -> Claims | None:
+        def check() -> Claims:
             try:
                 with open_file(path) as file:
                     return self._check(table, key, file)
@@ -125,17 +147,19 @@ class Segments:
 
         return _again_if_replaced(path, check)
 
-    def has_exponents(self, key: tuple[int, int]) -> bool:
-        """Return whether a segment has histograms of exponents.
+    def tables(self, key: tuple[int, int]) -> list[str]:
+        """Return the names of the schemas that a segment has rows of.
 
         Raises:
             RunError: as for `claims` of its file of steps.
         """
         if key in self.journals:
-            return any([record.exponents is not None for record in self.journals[key]])
-        claims = self.claims("steps", key)
-        there = segment_path(self.run, "exponents", *key).exists()
-        return there or (claims is not None and claims.exponents is not None)
+            kinds = [table.kind for record in self.journals[key] for table in record.tables.values()]
+            found = {kind.schema.name for kind in kinds}
+        else:
+            claims = self.claims("steps", key)
+            found = set() if claims is None else {*claims.tables}
+        return [name for name in self._schemas if name in found]
 
     def last_written(self) -> tuple[int, int, str] | None:
         """Return attempt, first step and digest of the last file of steps; None without, or if damaged."""
@@ -162,25 +186,26 @@ class Segments:
                 left.append(record)
         return left
 
-    def check_cells(self, keys: Collection[tuple[int, int]], cells: int) -> None:
+    def check_cells(self, table: str, keys: Collection[tuple[int, int]], cells: int) -> None:
         """Check that a dense matrix of some segments fits to what is on disk, before it is allocated.
 
         Raises:
             RunError: if there are too few bytes for so many values.
         """
-        size = sum([self._size(key) for key in keys])
+        size = sum([self._size(table, key) for key in keys])
         if 8 * cells > max(_LARGEST, _RATIO * size):
             msg = f"{self.run}: {cells} values of its steps and tensors would take {8 * cells >> 20} MiB, "
             msg += f"too many for {size} bytes on disk: choose fewer steps with first= and last="
             raise RunError(msg)
 
-    def _size(self, key: tuple[int, int]) -> int:
+    def _size(self, table: str, key: tuple[int, int]) -> int:
         if key in self.journals:
-            return sum([x.values.nbytes for x in self.journals[key] if x.values is not None])
-        seen = stamp(segment_path(self.run, "tensors", *key))
+            found = [x for record in self.journals[key] for x in record.tables.values()]
+            return sum([_bytes_of(x) for x in found if x.kind.schema.name == table])
+        seen = stamp(segment_path(self.run, table, *key))
         return 0 if seen is None else seen[1]
 
-    def _check(self, table: str, key: tuple[int, int], file: IO[bytes]) -> Claims | None:
+    def _check(self, table: str, key: tuple[int, int], file: IO[bytes]) -> Claims:
         claims = self._alone(table, key, file)
         if table == "steps":
             self._check_order(key, claims)
@@ -191,17 +216,13 @@ class Segments:
                 steps = self._alone("steps", key, of_steps)
         except (OSError, ValueError):
             return claims  # it says nothing about this one
-        if steps is None:
-            return claims
-        if (steps.tensors if table == "tensors" else steps.exponents) == (claims and claims.digest):
-            return claims
         # a process that was killed between the two has replaced only this one
-        if claims is None or claims.steps <= steps.steps:
+        if steps.tables.get(table) != claims.digest and claims.steps <= steps.steps:
             msg = f"it is not the version that {path.name} was written with"
             raise DamageError(msg)
         return claims
 
-    def _alone(self, table: str, key: tuple[int, int], file: IO[bytes]) -> Claims | None:
+    def _alone(self, table: str, key: tuple[int, int], file: IO[bytes]) -> Claims:
         """Check a file without looking at others."""
         path = segment_path(self.run, table, *key)
         now = stamp_of(os.fstat(file.fileno()))
@@ -209,21 +230,17 @@ class Segments:
         if known is not None and known[0] == now:
             return known[1]
         claims = read_claims(file)
-        if claims is None and isinstance(self._from, int) and key[0] >= self._from:
-            msg = "its digest is missing"
-            raise DamageError(msg)
-        if claims is not None and (claims.table, claims.attempt, claims.first_step) != (table, *key):
+        if (claims.table, claims.attempt, claims.first_step) != (table, *key):
             of = segment_path(self.run, claims.table, claims.attempt, claims.first_step)
             msg = f"its content is that of {of.name}"
             raise DamageError(msg)
         self._whole[path] = now, claims
         return claims
 
-    def _check_order(self, key: tuple[int, int], claims: Claims | None) -> None:
+    def _check_order(self, key: tuple[int, int], claims: Claims) -> None:
         """Check that a file of steps is the version that was there when the run went on."""
-        digest = None if claims is None else claims.digest
         path = segment_path(self.run, "steps", *key)
-        if self._closed_with.get(f"steps/{path.name}", digest) != digest:
+        if self._closed_with.get(f"steps/{path.name}", claims.digest) != claims.digest:
             msg = "it is not the version that the run was closed with"
             raise DamageError(msg)
         following = self._following.get(key)
@@ -232,12 +249,17 @@ class Segments:
         after = segment_path(self.run, "steps", *following)
         try:
             with open_file(after) as file:
-                later = self._alone("steps", following, file)
+                previous = self._alone("steps", following, file).previous
         except (OSError, ValueError):
             return  # it is damaged too, and says nothing about this one
-        if later and later.previous and later.previous[:2] == key and later.previous[2] != digest:
+        if previous and previous[:2] == key and previous[2] != claims.digest:
             msg = f"it is not the version that was there when {after.name} was begun"
             raise DamageError(msg)
+
+
+def _bytes_of(table: Table) -> int:
+    parts = table.sparse() if table.kind.schema.storage == "sparse" else [table.values]
+    return sum([part.nbytes for part in parts])
 
 
 def _again_if_replaced(path: Path, read: Callable[[], _T]) -> _T:

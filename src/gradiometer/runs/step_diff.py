@@ -8,44 +8,53 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from gradiometer.columns import COLUMN_INDEX, COLUMN_NAMES, NUM_COLUMNS, derived
 from gradiometer.extras import require
 from gradiometer.runs.comparison import BitDifference, Difference
 from gradiometer.runs.format import pyarrow
-from gradiometer.runs.tables import scalars_of
+from gradiometer.runs.steps_table import scalars_of
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     import pyarrow as pa
     from torch import Tensor
 
-    from gradiometer.recorder import Kind, StepRecord
+    from gradiometer.columns import Schema
+    from gradiometer.recorder import StepRecord
     from gradiometer.runs.reader import Run
 
-# columns that do not depend on the order of summation
-UNROUNDED: Final = [i for name, i in COLUMN_INDEX.items() if name not in {"sumsq", "sum"}]
+# the kind and name of a tensor
+Key = tuple[str, str]
 
 # rows of the two runs that are compared at once
 _BLOCK: Final = 1000
 
 
 class RunTensors(NamedTuple):
-    """The tensors of a run that are compared: the kind and row of each, by its label."""
+    """The tensors of a run that are compared: the row of each, by its kind and name."""
 
     run: Run
-    rows: Mapping[str, tuple[Kind, int]]
+    rows: Mapping[Key, int]
 
-    def form(self, name: str) -> str:
-        """Return a tensor's dtype and shape."""
-        roster, row = self.run.roster, self.rows[name][1]
-        return f"{roster.dtypes[row]} {list(roster.shapes[row])}"
+    def form(self, key: Key) -> str:
+        """Return the dtype and shape of a parameter; empty for a tap."""
+        rows, row = self.run.catalog.rows(key[0]), self.rows[key]
+        return f"{rows.dtypes[row]} {list(rows.shapes[row])}" if rows.shapes else ""
 
-    def indices(self, names: list[str]) -> Tensor:
-        """Return the indices of tensors among the rows of all kinds."""
-        roster, rows = self.run.roster, [self.rows[name] for name in names]
-        return torch.tensor([roster.place(kind) * len(roster.names) + i for kind, i in rows], device="cpu")
+    @property
+    def steps(self) -> set[int]:
+        """The steps with tables."""
+        rows = self.run.steps
+        pairs = zip(rows["step"].to_pylist(), rows["kinds"].to_pylist(), strict=True)
+        return {step for step, kinds in pairs if kinds}
+
+    def indices(self, keys: list[Key]) -> dict[str, Tensor]:
+        """Return, for each kind, the rows of its tensors."""
+        found: dict[str, list[int]] = {}
+        for key in keys:
+            found.setdefault(key[0], []).append(self.rows[key])
+        return {kind: torch.tensor(rows, device="cpu") for kind, rows in found.items()}
 
 
 def scalars(
@@ -95,48 +104,65 @@ def tensors(
     a: RunTensors,
     b: RunTensors,
     steps: list[int],
-    names: list[str],
+    keys: list[Key],
     rtol: float,
     *,
-    columns: Sequence[int] = range(NUM_COLUMNS),
+    is_unrounded: bool = False,
 ) -> tuple[list[Difference], int]:
     """Return the tensors that differ in the first step where any does, and the number of compared steps.
 
-    ``columns``: those that are compared.
+    ``keys``: the tensors, those of a kind one after the other. ``is_unrounded``: compare only columns that do
+    not depend on the order of summation.
     """
-    if not steps or not names:
+    if not steps or not keys:
         return [], 0
-    compared, indices = 0, (a.indices(names), b.indices(names))
+    compared, kinds = 0, a.run.catalog.kinds
+    indices, names = (a.indices(keys), b.indices(keys)), _names(keys)
     for compared, pair in enumerate(_pairs(a.run, b.run, steps), 1):
-        here, there = (_columns(record)[index] for record, index in zip(pair, indices, strict=True))
-        differ = _differ(here, there, rtol)
-        differ[:, [i for i in range(NUM_COLUMNS) if i not in columns]] = False
-        if differ.any():
-            return [
-                Difference(pair[0].step, names[i], a.rows[names[i]][0], _values(here[i], there[i], differ[i]))
+        found: list[Difference] = []
+        for kind, own in names.items():
+            schema, tables = kinds[kind].schema, [record.tables.get(kind) for record in pair]
+            if None in tables and (tables == [None, None] or schema.storage == "sparse"):
+                # histograms may be recorded in other steps
+                continue
+            here, there = (
+                record.columns(kind)[index[kind]].nan_to_num(nan=0.0)
+                if table is None
+                else table.values[index[kind]]
+                for record, table, index in zip(pair, tables, indices, strict=True)
+            )
+            differ = _differ(schema, here, there, rtol)
+            if is_unrounded:
+                differ[:, [c.merge == "sum" and not c.is_count for c in schema.columns]] = False
+            found += [
+                Difference(
+                    pair[0].step,
+                    kinds[kind].label(own[i]),
+                    kind,
+                    _values(schema, here[i], there[i], differ[i]),
+                )
                 for i in differ.any(dim=1).nonzero().flatten().tolist()
-            ], compared
+            ]
+        if found:
+            return found, compared
     return [], compared
 
 
 def bits(
-    a: RunTensors, b: RunTensors, steps: list[int], names: list[str]
+    a: RunTensors, b: RunTensors, steps: list[int], keys: list[Key]
 ) -> tuple[BitDifference | None, int, tuple[str, ...]]:
     """Compare the fingerprints of all steps.
 
     Returns the first tensor whose bits differ, the number of steps with all fingerprints until then, and the
-    tensors that have none in the last step: these are left out.
+    tensors that have none in the last step: these are left out. ``keys``: as for `tensors`.
     """
-    if not steps or not names:
+    if not steps or not keys:
         return None, 0, ()
-    whole, indices = 0, (a.indices(names), b.indices(names))
+    whole, indices = 0, (a.indices(keys), b.indices(keys))
+    labels = [a.run.catalog.kinds[kind].label(name) for kind, name in keys]
     needed: Tensor | None = None
     for pair in itertools.chain(_pairs(a.run, b.run, steps[-1:]), _pairs(a.run, b.run, steps)):
-        found = [_fingerprints(record) for record in pair]
-        if found[0] is None or found[1] is None:
-            needed = torch.ones(len(names), dtype=torch.bool, device="cpu") if needed is None else needed
-            continue
-        here, there = found[0][indices[0]], found[1][indices[1]]
+        here, there = (_fingerprints(record, rows) for record, rows in zip(pair, indices, strict=True))
         known = (here[:, 0] >= 0) & (there[:, 0] >= 0)
         if needed is None:
             needed = known if known.any() else known.logical_not()
@@ -144,22 +170,28 @@ def bits(
         whole += bool((known | ~needed).all())
         differ = (here != there).any(dim=1) & known
         if differ.any():
-            name = names[int(differ.nonzero()[0])]
-            return BitDifference(pair[0].step, name, a.rows[name][0], int(differ.sum())), whole, ()
-    unknown = () if needed is None else tuple(itertools.compress(names, needed.logical_not().tolist()))
-    unknown = tuple([name for name in unknown if a.rows[name][0] != "updates"])
+            first = int(differ.nonzero()[0])
+            return BitDifference(pair[0].step, labels[first], keys[first][0], int(differ.sum())), whole, ()
+    unknown = () if needed is None else tuple(itertools.compress(labels, needed.logical_not().tolist()))
     return None, whole, unknown if whole else ()
 
 
-def _fingerprints(record: StepRecord) -> Tensor | None:
-    """Return the fingerprints of all kinds, ``(K * N, 3) int64``; -1 bytes in a kind that is not measured."""
+def _names(keys: list[Key]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for kind, name in keys:
+        found.setdefault(kind, []).append(name)
+    return found
+
+
+def _fingerprints(record: StepRecord, rows: Mapping[str, Tensor]) -> Tensor:
+    """Return the fingerprints of some rows of each kind, ``(M, 3) int64``; -1 bytes where there are none."""
     found = []
-    for kind in record.roster.kinds:
+    for kind, index in rows.items():
         bits = record.fingerprints(kind)
-        if bits is None:
-            return None
         # weights may be recorded only since the run was resumed
-        found.append(bits if record.measured(kind).any() else torch.full_like(bits, -1))
+        if bits is None or not record.measured(kind).any():
+            bits = torch.full((len(record.names(kind)), 3), -1, dtype=torch.int64, device="cpu")
+        found.append(bits[index])
     return torch.cat(found)
 
 
@@ -170,28 +202,34 @@ def _pairs(a: Run, b: Run, steps: list[int]) -> Iterator[tuple[StepRecord, StepR
     return zip(*((r for r in stream if r.step in wanted) for stream in streams), strict=True)
 
 
-def _columns(record: StepRecord) -> Tensor:
-    """Return the raw columns of all kinds, ``(K * N, C)``."""
-    return torch.cat([record.columns(kind) for kind in record.roster.kinds])
-
-
-def _values(here: Tensor, there: Tensor, differ: Tensor) -> dict[str, tuple[float | None, float | None]]:
-    pairs = zip(COLUMN_NAMES, here.tolist(), there.tolist(), differ.tolist(), strict=True)
+def _values(
+    schema: Schema, here: Tensor, there: Tensor, differ: Tensor
+) -> dict[str, tuple[float | None, float | None]]:
+    pairs = zip(schema.index, here.tolist(), there.tolist(), differ.tolist(), strict=True)
     return {name: (x, y) for name, x, y, differs in pairs if differs}
 
 
-def _differ(a: Tensor, b: Tensor, rtol: float) -> Tensor:
+def _differ(schema: Schema, a: Tensor, b: Tensor, rtol: float) -> Tensor:
     """Return which values differ by more than the tolerance. ``(M, C), (M, C) -> (M, C) bool``."""
     unequal = (a != b) & ~(a.isnan() & b.isnan())
     if rtol == 0:
         return unequal
-    larger = torch.maximum(a.abs(), b.abs())
-    numel, sumsq = larger[:, COLUMN_INDEX["numel"]], larger[:, COLUMN_INDEX["sumsq"]]
+    larger = torch.maximum(a.abs(), b.abs()).double()
+    nothing = larger.new_zeros(larger.shape[0])
+    numel, sumsq = [schema.value(larger, x).double() if x in schema else nothing for x in ("numel", "sumsq")]
+    squares = [i for i, c in enumerate(schema.columns) if c.scaling == "s*s" and not c.signed]
     allowed = torch.zeros_like(larger)
-    # a norm with a relative error of rtol has a square with a relative error of 2 * rtol
-    allowed[:, COLUMN_INDEX["sumsq"]] = 2 * rtol * sumsq
-    allowed[:, COLUMN_INDEX["abs_max"]] = rtol * larger[:, COLUMN_INDEX["abs_max"]]
-    # terms cancel in a sum, so the sum may be small where its terms are not
-    allowed[:, COLUMN_INDEX["sum"]] = rtol * derived.sqrt(numel * sumsq)
-    allowed[:, COLUMN_INDEX["n_zero"]] = rtol * numel
+    for i, column in enumerate(schema.columns):
+        value, power = larger[:, i], column.scaling.count("s")
+        if column.is_count:
+            # other counts, and those that are usually 0, must be equal
+            is_share = column.style == "count" and column.unit == "elements" and column.name != "numel"
+            allowed[:, i] = rtol * numel if is_share else 0.0
+        elif column.signed:
+            # terms cancel in a sum, so the sum may be small where its terms are not
+            bound = larger[:, squares].sum(dim=1) if power > 1 else (numel * sumsq).sqrt()
+            allowed[:, i] = max(power, 1) * rtol * bound
+        else:
+            # a norm with a relative error of rtol has a square with a relative error of 2 * rtol
+            allowed[:, i] = rtol * value * (1 if column.merge == "max" else max(power, 2))
     return unequal & ~((a - b).abs() <= allowed.nan_to_num(posinf=0.0))

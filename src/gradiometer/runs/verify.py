@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gradiometer.runs.files import RunError
-from gradiometer.runs.format import has_digests, list_segments, read_findings, read_info, segment_path
+from gradiometer.runs.findings import read_findings
+from gradiometer.runs.format import list_segments, list_tables, segment_path
+from gradiometer.runs.info import catalog_of, read_info
 from gradiometer.runs.journal import journal_path, list_journals, read_journal
 from gradiometer.runs.json_files import read_with_digest
 from gradiometer.runs.segments import Segments
@@ -29,8 +31,8 @@ class File:
 
     Attributes:
         name: its path in the run's folder.
-        state: ``"whole"``: it is as it was written; ``"no digest"``: it can be read, but was written by hand
-            or by an earlier release; ``"damaged"``; or ``"missing"``.
+        state: ``"whole"``: it is as it was written; ``"no digest"``: it can be read, but was changed by hand,
+            and its digest is null; ``"damaged"``; or ``"missing"``.
         reason: what is wrong, in one line; empty if nothing is.
     """
 
@@ -77,7 +79,7 @@ def verify(path: Path | str) -> Verification:
     listed: Mapping[str, str] = info.get("files", {})
     for file in sorted(path.glob("*.json")):
         if file.name in _JSON or any(map(file.match, _MORE_JSON)):
-            files.append(_checked(file.name, partial(_of_json, file, info)))
+            files.append(_checked(file.name, partial(_of_json, file, info.get("files", {}).get(file.name))))
     found = {file.name for file in files}
     reason = "it was there when the run was closed"
     files += [File(name, "missing", reason) for name in listed if name not in found]
@@ -92,32 +94,31 @@ def _checked(name: str, digest: Callable[[], object]) -> File:
 
 
 def _of_info(path: Path) -> str | None:
-    read_info(path)
+    catalog_of(path, read_info(path))
     return read_with_digest(path / "run.json")[1]
 
 
-def _of_json(file: Path, info: Mapping[str, Any]) -> str | None:
-    closed_with = info.get("files", {}).get(file.name)
-    digest = read_with_digest(file, closed_with, needs_digest=has_digests(info))[1]
+def _of_json(file: Path, closed_with: str | None) -> str | None:
+    digest = read_with_digest(file, closed_with)[1]
     if file.name == "findings.json":
-        read_findings(file.parent, info)
+        read_findings(file.parent)
     return digest
 
 
 def _segments(path: Path, keys: list[tuple[int, int]], info: Mapping[str, Any]) -> Iterator[File]:
-    segments = Segments(path, keys, info)
+    catalog = catalog_of(path, info) if info else None
+    segments, tables = Segments(path, keys, info, catalog), list_tables(path)
     for key in keys:
         claims = yield from _parquet(segments, "steps", key)
         if claims and claims.previous and claims.previous[:2] not in keys:
             before = segment_path(path, "steps", *claims.previous[:2])
             reason = f"it was there when {segment_path(path, 'steps', *key).name} was begun"
             yield File(f"steps/{before.name}", "missing", reason)
-        yield from _parquet(segments, "tensors", key)
-        of_exponents = segment_path(path, "exponents", *key)
-        if (claims and claims.exponents) or of_exponents.exists():
-            yield from _parquet(segments, "exponents", key)
+        found = [name for name in tables if segment_path(path, name, *key).exists()]
+        for table in sorted({*found, *(claims.tables if claims else ())}):
+            yield from _parquet(segments, table, key)
     # without a file of steps: readers leave them out
-    for table in ("tensors", "exponents"):
+    for table in tables:
         for key in list_segments(path, table):
             if key not in keys:
                 yield from _parquet(segments, table, key)
@@ -133,13 +134,11 @@ def _journals(path: Path) -> Iterator[File]:
 def _parquet(segments: Segments, table: str, key: tuple[int, int]) -> Generator[File, None, Claims | None]:
     path = segment_path(segments.run, table, *key)
     name = f"{table}/{path.name}"
-    claims = None
     try:
         claims = segments.claims(table, key)
-        if claims is None:
-            segments.read(table, key)
-        yield File(name, "no digest" if claims is None else "whole")
+        segments.read(table, key)
     except RunError as error:
-        state: _State = "damaged" if path.exists() else "missing"
-        yield File(name, state, error.reason or str(error))
+        yield File(name, "damaged" if path.exists() else "missing", error.reason or str(error))
+        return None
+    yield File(name, "whole")
     return claims

@@ -6,36 +6,33 @@ import collections
 import logging
 import time
 import weakref
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.columns import RING_WIDTH
-from gradiometer.rules import checked
 from gradiometer.runs.attempts import keep_changed
-from gradiometer.runs.directory import is_locked, prepare, release, remove_leftovers, take
-from gradiometer.runs.files import RunError, stamp
+from gradiometer.runs.directory import is_locked, release, remove_leftovers, take
+from gradiometer.runs.files import RunError
 from gradiometer.runs.format import FORMAT, VERSION, list_segments, segment_path
+from gradiometer.runs.info import load_catalog, merged_catalog
 from gradiometer.runs.journal import list_damaged, list_journals
-from gradiometer.runs.json_files import json_file, read_json
-from gradiometer.runs.kept_step import kept_path, move_kept
+from gradiometer.runs.json_writer import JsonWriter
 from gradiometer.runs.open_segment import OpenSegment
-from gradiometer.runs.parquet import steps_table, to_parquet
-from gradiometer.runs.resume import earlier_findings, earlier_info, recover, roster_of
+from gradiometer.runs.parquet import to_parquet
+from gradiometer.runs.resume import earlier_info, recover
 from gradiometer.runs.retry import Retry
+from gradiometer.runs.schema_table import problem_of, schemas_of
 from gradiometer.runs.segments import Segments
+from gradiometer.runs.steps_table import steps_table
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from gradiometer.recorder import RunInfo, StepRecord
+    from gradiometer.recorder import Catalog, RunInfo, StepRecord
     from gradiometer.rules import Fault, Finding
 
 _LOG = logging.getLogger("gradiometer")
-_TABLES: Final = ("steps", "tensors")
-# a histogram takes about so many rows' memory
-_ROWS_OF_HISTOGRAM: Final = 16
 # number of segments whose steps may wait for the disk
 _WAITING: Final = 4
 
@@ -44,7 +41,7 @@ class RunRecord:
     """A sink that writes a run record, see ``docs/reference/run-record.md``.
 
     Steps are collected in a segment, and appended to a journal as they arrive. Every ``segment_seconds`` the
-    segment's two Parquet files are replaced by longer ones, and the journal begins anew; the replacement is
+    segment's Parquet files are replaced by longer ones, and the journal begins anew; the replacement is
     atomic. A full segment is not written again, and the next one begins. If the process is killed, no step
     that has arrived is lost; a power failure loses at most the last ``segment_seconds`` or ``segment_steps``.
     A folder that is removed while the run goes on is made again, without the full segments that were in it.
@@ -90,19 +87,17 @@ class RunRecord:
         # absolute, so that a change of the working directory does not look like a removed folder
         self.path = Path(run_dir).absolute()
         self.lost = 0
-        self._kept = stamp(kept_path(self.path))  # of an earlier attempt
         self._limits = segment_steps, segment_rows
         self._seconds = segment_seconds
         self._fsync = fsync
-        self._info: dict[str, Any] = {}
+        self._json = JsonWriter(self.path, fsync=fsync, restore=self._restore)
         self._lock: Any = None
         self._free: Any = None
         self._is_open = False
         self._attempt = 0
         self._has_written = False  # in this attempt
-        self._info_changed = False
         self._fingerprint = False
-        self._tables: tuple[str, ...] = _TABLES
+        self._catalog: Catalog
         self._segment: OpenSegment
         self._saved_at = 0.0
         self._last_step = -1
@@ -112,11 +107,7 @@ class RunRecord:
         self._unreported = 0
         self._why = ""
         self._removed = 0  # steps in removed folders that the log does not report yet
-        self._findings: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._findings_changed = False
-        self._report: dict[str, Any] | None = None  # of a fault that is not on disk
         self._retries: dict[str, Retry] = collections.defaultdict(Retry)  # of each file
-        self._digests: dict[str, str] = {}  # of the JSON files
 
     def start(self, info: RunInfo) -> None:
         """Lock the folder and begin an attempt.
@@ -125,7 +116,12 @@ class RunRecord:
             RunError: if the folder is already being written, or its content cannot be continued as a run.
             OSError: if the disk failed; there is no run record then.
         """
-        self._tables = _TABLES if info.precision is None else (*_TABLES, "exponents")
+        self._catalog, self._fingerprint = info.catalog, info.fingerprint
+        try:
+            merged_catalog(info.catalog, None)
+        except ValueError as error:
+            msg = f"{self.path} cannot hold these tables ({error}): rename it"
+            raise RunError(msg) from None
         try:
             self._make_folders()
         except (FileExistsError, NotADirectoryError) as error:
@@ -141,7 +137,7 @@ class RunRecord:
         self._is_open = True
 
     def _make_folders(self) -> None:
-        for table in self._tables:
+        for table in ("steps", *schemas_of(self._catalog)):
             (self.path / table).mkdir(parents=True, exist_ok=True)
 
     def _take(self) -> None:
@@ -165,13 +161,20 @@ class RunRecord:
             text += "To continue it instead, call load_state_dict; to separate them, pass another run_dir"
             before = self._attempt
             _LOG.warning(text, printable(str(self.path)), before + 1, before, before)
-        self._roster, self._fingerprint = info.roster, info.fingerprint
-        self._info = {
+        try:
+            earlier = load_catalog(old["catalog"]) if old else None
+            catalog = merged_catalog(info.catalog, earlier)
+        except ValueError as error:
+            if info.first_step:
+                msg = f"{self.path} has other tables ({error}): pass another run_dir"
+                raise RunError(msg) from None
+            catalog = merged_catalog(info.catalog, None)  # no step of the others is left
+        content = {
             "format": FORMAT,
             "version": VERSION,
             "created": old.get("created", info.started),
             "model": info.model,
-            "roster": roster_of(info.roster, old.get("roster")),
+            "catalog": catalog.to_dict(),
             "thresholds": asdict(info.thresholds),
             "every": info.every,
             "capacity": info.capacity,
@@ -180,24 +183,16 @@ class RunRecord:
             "ranks": info.ranks,
             "fingerprint": info.fingerprint,
             "attempts": attempts,
-            "digests_from": old.get("digests_from", self._attempt + 1),
             "closed": False,
         }
         if info.precision is not None or "precision" in old:
-            self._info["precision"] = info.precision
-        keep_changed(old, self._info)
-        self._digests = {k: v for k, v in old.get("files", {}).items() if k.endswith(".json")}
+            content["precision"] = info.precision
+        self._json.start(content, old, self._attempt)
         last = segments.last_written()
-        self._segment = OpenSegment(
-            self.path, info.roster, self._attempt, last, fsync=self._fsync, fingerprint=info.fingerprint
-        )
-        for entry in earlier_findings(self.path, old, self._attempt):
-            self._findings[_key(entry)] = entry
-        if not (self.path / "findings.json").exists():
-            self._digests.pop("findings.json", None)
+        self._segment = OpenSegment(self.path, info.catalog, self._attempt, last, fsync=self._fsync)
         self._first_step = info.first_step
         self._begin(info.first_step, info.started)
-        self._write_info()
+        self._json.write_info()
 
     def _begin(self, first_step: int, started: float) -> None:
         """Begin another attempt without writing to disk; run.json is written with its first steps."""
@@ -206,8 +201,8 @@ class RunRecord:
         self._segment.attempt = self._attempt
         self._has_written = False
         entry = {"attempt": self._attempt, "started": started, "first_step": first_step, "ended": None}
-        self._info["attempts"].append(entry)
-        self._info_changed = True
+        self._json.info["attempts"].append(entry)
+        self._json.info_changed = True
         self._saved_at = time.monotonic()
 
     def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
@@ -222,12 +217,9 @@ class RunRecord:
         refused: list[Exception] = []
         for finding in findings:
             try:
-                entry = checked(finding).to_dict() | {"attempt": self._attempt}
+                self._json.add(finding, self._attempt)
             except TypeError as error:
                 refused.append(error)
-            else:
-                self._findings[_key(entry)] = entry
-                self._findings_changed = True
         errors: list[Exception] = []
         for record in records:
             try:
@@ -235,8 +227,7 @@ class RunRecord:
             except Exception as error:  # noqa: BLE001 the other steps must still be added
                 errors.append(error)
         segment = self._segment
-        waits = len(segment) > segment.saved or self._findings_changed or self._info_changed
-        waits |= self._report is not None
+        waits = len(segment) > segment.saved or self._json.has_changed
         is_due = waits and not errors and time.monotonic() - self._saved_at >= self._seconds
         try:
             self._flush(all_files=is_due)
@@ -248,18 +239,23 @@ class RunRecord:
 
     def _add(self, record: StepRecord, *, full: bool) -> None:
         """Add one step; with ``full``, write the segment if this step fills it."""
-        if record.roster is not self._roster and record.roster != self._roster:
+        if record.catalog is not self._catalog and record.catalog != self._catalog:
             self.lost += 1
             msg = f"RunRecord: step {record.step} has other tensors than the run was started with; "
             raise ValueError(msg + "pass another run_dir")
-        if record.values is not None and (record.values.shape[2] > RING_WIDTH) is not self._fingerprint:
+        tables = [table for table in record.tables.values() if table.kind.has_fingerprints]
+        if any([(table.fingerprints is not None) is not self._fingerprint for table in tables]):
             self.lost += 1
-            here, said = ("no ", "with") if self._fingerprint else ("", "without")
+            here, run = ("no ", "with") if self._fingerprint else ("", "without")
             msg = (
-                f"RunRecord: step {record.step} has {here}fingerprints, but the run was started {said} them; "
+                f"RunRecord: step {record.step} has {here}fingerprints, but the run was started {run} them; "
             )
             raise ValueError(msg + "start it with RunInfo(fingerprint=...) as its steps are")
         failed: Exception | None = None
+        for name, table in record.tables.items():
+            if table.kind.measure is not None and (problem := problem_of(table)):
+                failed = ValueError(f"RunRecord: {name} of step {record.step} are left out: {problem}")
+                record = replace(record, tables={k: x for k, x in record.tables.items() if k != name})
         if record.step <= self._last_step:
             # the same process went back to a checkpoint: steps that cannot be written now are superseded
             try:
@@ -284,7 +280,7 @@ class RunRecord:
 
     def fault(self, fault: Fault) -> None:
         """Write all steps and findings, and the report of the fault; `write` and `close` try it again."""
-        self._report = fault.to_dict() | {"attempt": self._attempt}
+        self._json.set_report(fault.to_dict() | {"attempt": self._attempt})
         self._flush(now=True)
 
     def close(self) -> None:
@@ -299,20 +295,16 @@ class RunRecord:
                 self._count_missing()
                 self._report_lost()
                 self._segment.clear()
-                self._info["attempts"][-1] |= {"ended": time.time(), "lost": self.lost}
-                self._info["closed"] = True
-                self._info["files"] = self._files()
-                self._write_info()
+                self._json.info["attempts"][-1] |= {"ended": time.time(), "lost": self.lost}
+                self._json.info |= {"closed": True, "files": self._files()}
+                self._json.write_info()
             finally:
                 self._free()
 
     def _holds(self, segments: int) -> bool:
         """Return whether the steps in memory, or their rows, fill ``segments`` segments."""
         steps, rows = self._limits
-        segment = self._segment
-        found = segment.recorded * self._roster.num_rows
-        found += _ROWS_OF_HISTOGRAM * segment.with_exponents * self._roster.num_rows
-        return len(segment) >= segments * steps or found >= segments * rows
+        return len(self._segment) >= segments * steps or self._segment.rows >= segments * rows
 
     def _flush(self, *, now: bool = False, all_files: bool = True) -> None:
         """Write what has changed, or only the journal; a file that cannot be written holds up no other."""
@@ -321,9 +313,9 @@ class RunRecord:
         if all_files:
             writes += [
                 self._write_segment,
-                self._write_new_info,
-                self._write_new_findings,
-                self._write_report,
+                self._json.write_new_info,
+                self._json.write_new_findings,
+                self._json.write_report,
             ]
         tries = [self._retries[write.__name__](write, now=now) for write in writes]
         errors = [error for error in tries if error is not None]
@@ -355,19 +347,19 @@ class RunRecord:
     def _restore(self) -> None:
         """Make the folder again if it was removed, and write again what is in memory."""
         is_locked_here = is_locked(self.path, self._lock)
-        if is_locked_here and all([(self.path / table).is_dir() for table in self._tables]):
+        folders = [self.path / table for table in ("steps", *schemas_of(self._catalog))]
+        if is_locked_here and all([path.is_dir() for path in folders]):
             return
         gone = self._segment.check() + self._num_written
         self._segment.forget_saved()
         self.lost += gone
         self._removed += gone
         self._num_written = 0
-        self._info_changed, self._findings_changed = True, bool(self._findings)
+        self._json.forget(digests=not is_locked_here)
         self._make_folders()
         if not is_locked_here:
             self._free()
             self._take()
-            self._digests = {}
         text = "%s was removed while the run went on: it is made again, and %d steps that were in it are lost"
         _LOG.warning(text, self.path, self._removed)
         self._removed = 0
@@ -391,47 +383,14 @@ class RunRecord:
 
     def _note_first_write(self) -> None:
         if not self._has_written:
-            self._has_written = self._info_changed = True
-            first = self._segment.first_step
-            self._info["attempts"][-1] |= {"first_step": first, "wrote": True}
+            self._has_written = self._json.info_changed = True
+            info, first = self._json.info, self._segment.first_step
+            info["attempts"][-1] |= {"first_step": first, "wrote": True}
             if all(start >= first for _, start in list_segments(self.path)):
                 # everything that earlier attempts wrote is superseded
-                roster = {"roster": roster_of(self._roster, None)}
-                keep_changed(self._info | {"attempts": self._info["attempts"][:-1]}, self._info | roster)
-                self._info |= roster
-
-    def _write_new_info(self) -> None:
-        if self._info_changed:
-            self._write_info()
-
-    def _write_new_findings(self) -> None:
-        if self._findings_changed:
-            self._replace(self.path / "findings.json", {"findings": list(self._findings.values())})
-            self._findings_changed = False
-
-    def _write_report(self) -> None:
-        if self._report is not None:
-            self._keep_earlier_report(self._report["attempt"])
-            self._replace(self.path / "blackbox.json", self._report)
-            self._report = None
-
-    def _keep_earlier_report(self, attempt: int) -> None:
-        """Give the report and the kept step of an earlier attempt their own files."""
-        path = self.path / "blackbox.json"
-        try:
-            earlier = read_json(path)
-            of = None if earlier is None else earlier.get("attempt", 1)
-        except (RunError, AttributeError):
-            path.replace(self.path / f"blackbox-damaged-{attempt}.json")
-            of = None
-        number = of if isinstance(of, int) and of < attempt else attempt - 1
-        move_kept(self.path, self._kept, number)
-        if of == number:
-            self._replace(self.path / f"blackbox-{of:04d}.json", earlier)
-
-    def _write_info(self) -> None:
-        self._replace(self.path / "run.json", self._info)
-        self._info_changed = False
+                catalog = {"catalog": merged_catalog(self._catalog, None).to_dict()}
+                keep_changed(info | {"attempts": info["attempts"][:-1]}, info | catalog)
+                info |= catalog
 
     def _drop(self) -> None:
         """Drop the oldest steps if too many wait for the disk."""
@@ -440,21 +399,10 @@ class RunRecord:
             self._lose(lost)
             self._num_written += saved
 
-    def _replace(self, path: Path, value: Mapping[str, Any]) -> None:
-        self._restore()
-        data, digest = json_file(path.name, value)
-        self._digests.pop(path.name, None)
-        prepare(self.path, path, data, sync=self._fsync)()
-        self._digests[path.name] = digest
-
     def _files(self) -> dict[str, str]:
         """Return the digests of the files that a closed run must have: no other file has those."""
-        files = {name: digest for name, digest in self._digests.items() if name != "run.json"}
+        files = self._json.digests
         if self._segment.last is not None:
             *segment, digest = self._segment.last
             files[f"steps/{segment_path(self.path, 'steps', *segment).name}"] = digest
         return files
-
-
-def _key(finding: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple([finding[name] for name in ("rule", "kind", "tensor", "first_step", "attempt")])

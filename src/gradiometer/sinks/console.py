@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Fault, Finding
 
-__all__ = ["Console"]
-
 _STYLES: Final = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 _SHORT: Final = {"grads/total_norm": "grad norm"}
 _WORDS: Final = {
@@ -88,9 +86,10 @@ class Console:
 
     def start(self, info: RunInfo) -> None:
         """Print the model, the kinds and number of tensors, and how often they are recorded."""
-        tensors = len(info.roster.names)
+        catalog = info.catalog
+        tensors, kinds = len(catalog.parameters) + len(catalog.taps), [kind.name for kind in catalog.dense]
         every = "every step" if info.every == 1 else f"every {info.every} steps"
-        text = f"watching {info.model}: {', '.join(info.roster.kinds)} of {tensors} tensors, {every}"
+        text = f"watching {info.model}: {', '.join(kinds)} of {tensors} tensors, {every}"
         self._print(self._text((text, "dim")))
 
     def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
@@ -123,9 +122,9 @@ class Console:
         plural = {
             severity: "" if severity is Severity.INFO or n == 1 else "s" for severity, n in counts.items()
         }
-        told = ", ".join(f"{n} {severity}{plural[severity]}" for severity, n in counts.items() if n)
-        if told:
-            self._print(self._text((f"findings: {told}", "dim")))
+        summary = ", ".join(f"{n} {severity}{plural[severity]}" for severity, n in counts.items() if n)
+        if summary:
+            self._print(self._text((f"findings: {summary}", "dim")))
 
     def _print_step(self, record: StepRecord) -> None:
         parts = [(f"step {record.step:>7}", "bold")]
@@ -254,7 +253,7 @@ def _panel(fault: Fault) -> Any:
             bad = record.total("n_nonfinite")
             flagged = int((record.flags() != 0).sum())
             cells = (f"{record.step}", loss, _number(record.total()), f"{bad:,.0f}", str(flagged))
-            grid.add_row(*cells, style="red" if bad else "")
+            grid.add_row(*cells, style="red" if bad > 0 else "")
         rows += [text(""), grid]
     title = f"gradiometer: the last steps before step {fault.step}"
     return panel.Panel(group(*rows), title=title, title_align="left", border_style="red")

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Fault, Finding
 
-__all__ = ["Function"]
-
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Fault, Finding
 
-__all__ = ["MLflow", "legal"]
-
 # limits of MLflow: metrics per request, and the lengths of a metric's name and of a tag
 _BATCH: Final = 1000
 _LONGEST_NAME: Final = 250
@@ -83,7 +81,7 @@ class MLflow:
         self._names: dict[str, str] = {}
         self._news = News()
         self._lines: list[str] = []
-        self._told = 0
+        self._num_sent = 0
         self._status = "FINISHED"
 
     def __repr__(self) -> str:
@@ -132,10 +130,10 @@ class MLflow:
             batch, self._waiting = self._waiting[:_BATCH], self._waiting[_BATCH:]
             # a batch that cannot be sent is lost: the error is counted, and memory stays bounded
             self._client.log_batch(self._run_id, metrics=batch)
-        if len(self._lines) > self._told:
+        if len(self._lines) > self._num_sent:
             text = "\n".join(self._lines)[:_LONGEST_TAG]
             self._client.set_tag(self._run_id, "gradiometer.findings", text)
-            self._told = len(self._lines)
+            self._num_sent = len(self._lines)
 
 
 def legal(key: str) -> str:

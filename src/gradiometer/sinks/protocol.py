@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Fault, Finding
 
-__all__ = ["Sink"]
-
 
 @runtime_checkable
 class Sink(Protocol):

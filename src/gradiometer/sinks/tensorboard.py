@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Fault, Finding
 
-__all__ = ["TensorBoard"]
-
 _PROTO = "tensorboard.compat.proto"
 
 

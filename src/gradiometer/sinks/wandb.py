@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.extras import require
-from gradiometer.recorder import KINDS, TAP_KINDS
 from gradiometer.rules import Severity
 from gradiometer.runs import encodable
 from gradiometer.sinks.selection import News, Options, Selection, check_severity
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Fault, Finding
-
-__all__ = ["WeightsAndBiases"]
 
 _STEP: Final = "gradiometer/step"
 _LEVELS: Final = {Severity.INFO: "INFO", Severity.WARNING: "WARN", Severity.ERROR: "ERROR"}
@@ -40,7 +37,7 @@ class WeightsAndBiases:
         commit: if False, steps do not become rows. The newest step is added to the next row that you log,
             and steps between are left out. Use it with code that passes ``step=``.
         alerts: also call ``run.alert`` for findings of at least this severity; None for no alerts.
-        init: further arguments of ``wandb.init`` for a new run.
+        init: more arguments of ``wandb.init`` for a new run.
         **options: which steps and values to log, as for `gradiometer.sinks.Selection`.
 
     Raises:
@@ -86,8 +83,7 @@ class WeightsAndBiases:
     def start(self, info: RunInfo) -> None:
         """Define the axis."""
         self._run.define_metric(_STEP, hidden=True)
-        kinds = [kind for kind in KINDS if kind not in TAP_KINDS or kind in info.roster.kinds]
-        for prefix in (*kinds, *(["train"] if self._owned else [])):
+        for prefix in (*info.catalog.kinds, *(["train"] if self._owned else [])):
             self._run.define_metric(f"{prefix}/*", step_metric=_STEP, step_sync=False)
 
     def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:

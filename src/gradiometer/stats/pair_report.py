@@ -63,7 +63,8 @@ class PairReport(TableReport[PairRow]):
     _noun = "pair"
     _nothing = "nothing measured: no pairs"
 
-    def _ordered(self) -> list[PairRow]:
+    def ordered(self) -> list[PairRow]:
+        """Return the rows in the order of the printed table: NaN and Inf first, then by update ratio."""
         return sorted(self.rows(), key=lambda row: (-row.n_nonfinite, -row.update_ratio))
 
     def _facts(self) -> list[str]:

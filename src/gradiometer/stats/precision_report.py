@@ -18,12 +18,11 @@ from gradiometer.columns import (
     of_binades,
 )
 from gradiometer.stats import text_table
-from gradiometer.stats.table_report import TableReport, frame
+from gradiometer.stats.table_report import TableReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import pandas as pd
     from torch import Tensor
 
     from gradiometer.stats.text_table import Table
@@ -134,19 +133,14 @@ class PrecisionReport(TableReport[PrecisionRow]):
             found[values.pop("name")] = values
         return found
 
-    def to_frame(self) -> pd.DataFrame:
-        """Return a pandas DataFrame, a row per tensor; ``float16.n_flushed`` is a value of a format.
-
-        Raises:
-            ImportError: without pandas; ``pip install 'gradiometer[frame]'`` installs it.
-        """
+    def _flat(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        # a value of a format is named ``float16.n_flushed``
         found = {}
         for name, values in self._own_dicts().items():
             formats = values.pop("formats").items()
             found[name] = values | {f"{form}.{key}": x for form, fit in formats for key, x in fit.items()}
         own = [field.name for field in fields(PrecisionRow) if field.name not in {"name", "formats"}]
-        own += [f"{form}.{field.name}" for form in self.formats for field in fields(FormatFit)]
-        return frame(found, "name", own)
+        return found, own + [f"{form}.{field.name}" for form in self.formats for field in fields(FormatFit)]
 
     def to_string(self, max_rows: int | None = 40) -> str:
         """Return the table that ``print`` shows: tensors that lose most, at their best scales, first.
@@ -156,11 +150,13 @@ class PrecisionReport(TableReport[PrecisionRow]):
         """
         return super().to_string(max_rows)
 
-    def _ordered(self) -> list[PrecisionRow]:
+    def ordered(self) -> list[PrecisionRow]:
+        """Return the rows in the order of the printed table: those that lose most first."""
         return sorted(self.rows(), key=_worst, reverse=True)
 
-    def _table(self, max_rows: int | None) -> Table:
-        table = super()._table(max_rows)
+    def table(self, max_rows: int | None = 20) -> Table:
+        """Return the printed table as text cells."""
+        table = super().table(max_rows)
         header, *cells, total = _left_aligned([table.header, *table.rows, table.total], first=4)
         return table._replace(header=header, rows=cells, total=total, notes=_NOTES)
 

@@ -154,7 +154,8 @@ class Report(HostValues):
 
         return sorted(self.rows(), key=key)
 
-    def _ordered(self) -> list[TensorReport]:
+    def ordered(self) -> list[TensorReport]:
+        """Return the rows in the order of the printed table, see `worst_first`."""
         return self.worst_first()
 
     def to_dict(self) -> dict[str, Any]:

@@ -264,13 +264,16 @@ class TableReport(Mapping[str, Row]):
         Raises:
             ImportError: without pandas; ``pip install 'gradiometer[frame]'`` installs it.
         """
-        values = self._own_dicts()
-        columns = [*self._values]
-        columns += ["flags"] * (self._flags is not None) + ["fingerprint"] * (self._fingerprints is not None)
+        values, columns = self._flat()
         if self.is_reduced:
             columns.append("rank")
             values = {name: row | {"rank": self.ranks.get(name, -1)} for name, row in values.items()}
         return frame(values, "name", columns)
+
+    def _flat(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """Return plain values of each row by name, and the names of the values."""
+        more = ["flags"] * (self._flags is not None) + ["fingerprint"] * (self._fingerprints is not None)
+        return self._own_dicts(), [*self._values, *more]
 
     # the printed table
 
@@ -280,7 +283,7 @@ class TableReport(Mapping[str, Row]):
         Args:
             max_rows: maximum number of rows; None for all.
         """
-        return text_table.text(self._table(max_rows)) if self.names else self._nothing
+        return text_table.text(self.table(max_rows)) if self.names else self._nothing
 
     def __str__(self) -> str:
         """Return a table, truncated for long models."""
@@ -288,7 +291,7 @@ class TableReport(Mapping[str, Row]):
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook."""
-        return text_table.html(self._table(20) if self.names else Table(self._nothing))
+        return text_table.html(self.table(20) if self.names else Table(self._nothing))
 
     def __repr__(self) -> str:
         """Return a one-line summary."""
@@ -311,15 +314,20 @@ class TableReport(Mapping[str, Row]):
         """Return what else the headline says."""
         return []
 
-    def _ordered(self) -> list[Row]:
+    def ordered(self) -> list[Row]:
         """Return the rows in the order of the printed table."""
         return self.rows()
 
-    def _table(self, max_rows: int | None) -> Table:
+    def table(self, max_rows: int | None = 20) -> Table:
+        """Return the printed table as text cells.
+
+        Args:
+            max_rows: maximum number of rows; None for all.
+        """
         if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 0):
             msg = f"max_rows must be a non-negative integer, or None for all, got {max_rows!r}"
             raise ValueError(msg)
-        ordered: list[Any] = self._ordered()
+        ordered: list[Any] = self.ordered()
         shown = ordered if max_rows is None else ordered[:max_rows]
         rest = ordered[len(shown) :]
         header, cells = ["name", *self._header()], [[printable(row.name), *self._cells(row)] for row in shown]

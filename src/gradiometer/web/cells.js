@@ -6,16 +6,18 @@ let received = {}; // matrices that a server has sent, by id; the others are in 
 function matrix(kind, statistic, run = state.run) {
   const key = `${run} ${kind} ${statistic}`, one = data.runs[run], entry = one.matrices[kind]?.[statistic];
   if (!decoded.has(key)) {
-    const has = one.columns.first.length > 0 && (entry || (statistic === "rms" && one.matrices[kind]));
-    decoded.set(key, !has ? null : entry ? decode(run, entry) : rootMeanSquare(run, kind));
+    const has = one.columns.first.length > 0 && statisticsOf(kind, one).includes(statistic);
+    // without a matrix, it is the root mean square
+    decoded.set(key, !has ? null : entry ? decode(run, kind, entry) : rootMeanSquare(run, kind));
   }
   return decoded.get(key);
 }
-async function decode(run, { id, low, high, linear }) {
+async function decode(run, kind, { id, low, high, linear }) {
   const bytes = await inflate(run, id);
   const codes = new Uint16Array(bytes.length / 2); // all high bytes, then all low bytes
   for (let i = 0; i < codes.length; i++) codes[i] = (bytes[i] << 8) | bytes[codes.length + i];
-  return { codes, low, high, linear, page: data.runs[run], C: data.runs[run].columns.first.length };
+  const one = data.runs[run];
+  return { codes, low, high, linear, page: one, names: rowsOf(kind, one).names, C: one.columns.first.length };
 }
 async function inflate(run, id) {
   const place = `${run}-${id}`, text = atob(received[place] ?? $(place).textContent);

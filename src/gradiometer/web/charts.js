@@ -131,7 +131,7 @@ function drawHistory() {
   if (card.hidden) return;
   const row = state.tensor, name = names[row], bad = [];
   const lines = state.matrices.map((one, run) => {
-    const at = one ? one.page.names.indexOf(name) : -1;
+    const at = one ? one.names.indexOf(name) : -1;
     if (at < 0) return null;
     const { first, last } = one.page.columns, line = { x: [], y: [], ...styleOf(run) };
     first.forEach((step, c) => {
@@ -147,8 +147,9 @@ function drawHistory() {
   }).filter(Boolean);
   const log = !m.linear && lines.some(({ y }) => y.some((value) => value > 0)), summary = page.summary[state.kind];
   $("history-title").textContent = label(state.kind, row);
-  const from = summary.at[row] === null ? "never finite" : `largest norm ${number(summary.norm[row])} at step ${whole(summary.at[row])}`;
-  $("history-note").textContent = `${page.shapes[row]}, ${whole(summary.numel[row])} elements; ${from}; ` +
+  const [first] = statisticsOf(state.kind);
+  const from = summary.at[row] === null ? "never finite" : `largest ${nameOf(first)} ${number(summary.largest[first][row])} at step ${whole(summary.at[row])}`;
+  $("history-note").textContent = `${rowsOf(state.kind).shapes[row]}, ${whole(summary.numel[row])} elements; ${from}; ` +
     (summary.broken[row] ? `NaN or Inf in ${plural(summary.broken[row], "step")}.` : "finite throughout.");
   $("history").replaceChildren(chart({ title: nameOf(state.statistic), lines, log, height: 170 }),
     strips(bad.length ? [["not finite", bad, "broken"]] : []));

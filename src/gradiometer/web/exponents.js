@@ -1,10 +1,10 @@
 // The picture of exponents: what share of the chosen tensor's elements, or of all, each binade has over the measured steps.
 
 const signed = (n) => String(n).replace("-", "−");
-// Returns the cells of this kind, a byte each, in the order tensor, column, row.
-function cellsOfExponents(run, kind) {
-  const key = `${run} exponents ${kind}`;
-  if (!decoded.has(key)) decoded.set(key, inflate(run, page.exponents[kind].id));
+// Returns the cells of a picture, a byte each, in the order tensor, column, row.
+function cellsOfExponents(run, { id }) {
+  const key = `${run} ${id}`;
+  if (!decoded.has(key)) decoded.set(key, inflate(run, id));
   return decoded.get(key);
 }
 // Whether a limit of a format is near enough to the values to be drawn.
@@ -18,15 +18,15 @@ function limitsOf({ low, rows }) {
 }
 let pictures = 0;
 async function drawExponents() {
-  const mine = ++pictures, { run, kind } = state, entry = page.exponents[kind];
+  const mine = ++pictures, { run, kind } = state, entry = page.exponents.pictures?.find((one) => one.of === kind);
   $("exponents-card").hidden = !entry;
   if (!entry) return;
-  const cells = await cellsOfExponents(run, kind);
+  const cells = await cellsOfExponents(run, entry);
   if (mine !== pictures || !$("overview").clientWidth) return; // a newer call is drawing it
   const { rows, low, first, last } = entry, own = entry.each && state.tensor !== null;
   const tensor = own ? state.tensor : entry.each ? names.length : 0;
   const codes = cells.subarray(tensor * first.length * rows, (tensor + 1) * first.length * rows);
-  $("exponents-title").textContent = own ? `Exponents of ${label(kind, tensor)}` : `Exponents of all ${kind === "grads" ? "gradients" : kind}`;
+  $("exponents-title").textContent = own ? `Exponents of ${label(kind, tensor)}` : `Exponents of all ${entry.noun}s`;
   const { range, inside, outside } = limitsOf(entry);
   $("exponents").replaceChildren(picture(entry, codes, range, inside), strips([]));
   $("exponents").dataset.range = xRange().join(" ");

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from gradiometer.columns import FORMATS, LOWEST_BINADE, NUM_EXPONENT_COLUMNS, of_binades
+from gradiometer.columns import EXPONENTS, FORMATS, LOWEST_BINADE, NUM_EXPONENT_COLUMNS, of_binades
 from gradiometer.extras import require
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Kind
     from gradiometer.runs import Run
-
-__all__ = ["DECADES", "exponents_of"]
 
 MOST_COLUMNS: Final = 250
 LEAST_COLUMNS: Final = 16
@@ -33,16 +31,18 @@ _LARGEST: Final = 255
 
 
 def exponents_of(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values for the page, by kind, and the cells by their id; empty without histograms."""
+    """Return the values for the page, and the cells by their id; empty without histograms."""
     steps = run.precision_steps
-    kinds = [kind for kind in ("grads", "weights") if steps and kind in run.roster.kinds]
+    kinds = [kind for kind in run.catalog.kinds.values() if steps and kind.schema is EXPONENTS]
     values: dict[str, Any] = {}
     cells: dict[str, str] = {}
     for kind in kinds:
         found = _picture(run, kind, steps, MOST_CELLS // len(kinds))
         if found is not None:
-            name = f"exponents-{kind}"
-            values[kind], cells[name] = found[0] | {"id": name}, found[1]
+            name = f"exponents-{kind.name}"
+            entry = {"kind": kind.name, "of": kind.of, "noun": kind.noun, "id": name}
+            values.setdefault("pictures", []).append(entry | found[0])
+            cells[name] = found[1]
     if values:
         values["limits"] = [
             # of the smallest subnormal number and of the largest number
@@ -59,20 +59,19 @@ def _picture(run: Run, kind: Kind, steps: list[int], most: int) -> tuple[dict[st
     if ends is None:
         return None
     low, high = ends
-    rows, names = high - low + 3, len(run.roster.names)
+    rows, index = high - low + 3, run.catalog.rows(kind.name).index
     # of too many tensors, only the total is drawn
-    tensors = names + 1 if (names + 1) * rows * LEAST_COLUMNS <= most else 1
+    tensors = len(index) + 1 if (len(index) + 1) * rows * LEAST_COLUMNS <= most else 1
     binned = max(1, math.ceil(len(steps) / min(MOST_COLUMNS, most // (tensors * rows))))
     counts = torch.zeros((tensors, math.ceil(len(steps) / binned), rows), dtype=torch.float64, device="cpu")
     place = {step: i // binned for i, step in enumerate(steps)}
-    for step, stats in run.precisions(kind):
+    for step, stats in run.precisions(kind.of):
         columns = stats.columns
         inner = of_binades(columns)[:, low : high + 1]
         found = torch.cat([columns[:, :1], inner, columns[:, -2:].sum(dim=1, keepdim=True)], dim=1).double()
         if tensors > 1:
-            index = [run.roster.index.get(name, -1) for name in stats.names]
-            kept = [i for i, row in enumerate(index) if row >= 0]
-            counts[[index[i] for i in kept], place[step]] += found[kept]
+            kept = [i for i, name in enumerate(stats.names) if name in index]
+            counts[[index[stats.names[i]] for i in kept], place[step]] += found[kept]
         counts[-1, place[step]] += found.sum(dim=0)
     values = {
         "first": steps[::binned],
@@ -87,20 +86,17 @@ def _picture(run: Run, kind: Kind, steps: list[int], most: int) -> tuple[dict[st
 
 def _binades(run: Run, kind: Kind) -> tuple[int, int] | None:
     """Return the indices of the lowest and highest binade with elements; None without any histogram."""
-    table = run.exponents(kind, columns=["first_bin", "counts"])
+    table = run.exponents(kind.of, columns=["positions"])
     if not len(table):
         return None
     compute = require("pyarrow.compute", "monitor", "A run record")
-    sizes = compute.list_value_length(table["counts"])
-    some = compute.greater(sizes, 0)
-    first, sizes = compute.filter(table["first_bin"], some), compute.filter(sizes, some)
-    if not len(first):
+    positions = torch.tensor(compute.list_flatten(table["positions"]).unique().to_pylist(), dtype=torch.int64)
+    inner = positions[(positions > 0) & (positions < NUM_EXPONENT_COLUMNS - 2)]
+    if not len(inner):
         # nothing but zeros: one binade, which stays empty
         return 1 - LOWEST_BINADE, 1 - LOWEST_BINADE
     found = torch.zeros((1, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu")
-    ends = compute.min(first).as_py(), compute.max(compute.add(first, sizes)).as_py() - 1
-    for end in ends:
-        found[0, 1 + end] = 1
+    found[0, inner] = 1
     present = of_binades(found)[0].nonzero().view(-1)
     return int(present[0]), int(present[-1])
 

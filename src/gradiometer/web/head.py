@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from gradiometer.runs import Run
 
-__all__ = ["head_of"]
-
 MOST_LETTERS: Final = 2000  # of a fault's message
 
 
@@ -28,13 +26,14 @@ def head_of(run: Run, step: Tensor, recorded: Tensor, loss: Tensor, skipped: int
         loss: the loss of each step that was given one; it may be NaN.
         skipped: the number of skipped updates.
     """
-    info, n = run.info, len(run.roster.names)
+    info, catalog = run.info, run.catalog
+    tensors, kinds = len(catalog.parameters) + len(catalog.taps), [kind.name for kind in catalog.dense]
     attempts = info.get("attempts") or []
-    elements = sum(math.prod(shape) for shape in run.roster.shapes)
+    elements = sum(math.prod(shape) for shape in catalog.shapes)
     versions = info.get("versions") or {}
     facts = [
         ("Model", str(info.get("model", ""))),
-        ("Tensors", f"{n:,}, {elements:,} elements, {', '.join(run.roster.kinds).replace('_', ' ')}"),
+        ("Tensors", f"{tensors:,}, {elements:,} elements, {', '.join(kinds).replace('_', ' ')}"),
         ("Steps", _steps(step, recorded)),
         ("Started", _date(info.get("created"))),
         ("Device", str(info.get("device", ""))),

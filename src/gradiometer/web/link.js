@@ -5,8 +5,8 @@ function encoded() {
   const found = new URLSearchParams(), add = (key, value) => value !== null && found.set(key, value);
   const { cell, finding, folds, level, sort } = state, one = page.findings[finding];
   if (state.run) add("run", "b");
-  if (state.kind !== page.kinds[0]) add("kind", state.kind);
-  if (state.statistic !== "norm") add("statistic", state.statistic);
+  if (state.kind !== page.kinds[0].name) add("kind", state.kind);
+  if (state.statistic !== statisticsOf(state.kind)[0]) add("statistic", state.statistic);
   if (state.scale !== "relative") add("scale", state.scale);
   if (state.query) add("search", state.query);
   if (level !== null || state.toggled.size) add("level", folds === Infinity ? "all" : folds);
@@ -23,31 +23,32 @@ function encoded() {
 }
 // Selects what a fragment says; whatever it says that the run does not have is ignored.
 function restore(fragment) {
-  const said = new URLSearchParams(fragment), among = (key, all, other) => (all.includes(said.get(key)) ? said.get(key) : other);
+  const link = new URLSearchParams(fragment), among = (key, all, other) => (all.includes(link.get(key)) ? link.get(key) : other);
   const pair = (key, low, high) => {
-    const found = (said.get(key) ?? "").split(" ").map(Number);
+    const found = (link.get(key) ?? "").split(" ").map(Number);
     return found.length === 2 && found.every(Number.isFinite) && low <= found[0] && found[0] < found[1] && found[1] <= high ? found : null;
   };
-  bind(said.get("run") === "b" && data.runs.length > 1 ? 1 : 0);
-  const kind = among("kind", page.kinds, page.kinds[0]);
+  bind(link.get("run") === "b" && data.runs.length > 1 ? 1 : 0);
+  const kind = among("kind", page.kinds.map(({ name }) => name), page.kinds[0].name);
+  ({ names } = rowsOf(kind));
   Object.assign(state, {
-    kind, statistic: among("statistic", statisticsOf(kind), "norm"), scale: among("scale", ["absolute"], "relative"),
-    query: said.get("search") ?? "", toggled: new Set(said.getAll("toggled")), tensor: null, cell: null, finding: null, hover: null,
-    level: said.get("level") === "all" ? Infinity : Math.trunc(Number(said.get("level"))) || null, scope: "run", x: pair("steps", ...whole_x),
+    kind, statistic: among("statistic", statisticsOf(kind), statisticsOf(kind)[0]), scale: among("scale", ["absolute"], "relative"),
+    query: link.get("search") ?? "", toggled: new Set(link.getAll("toggled")), tensor: null, cell: null, finding: null, hover: null,
+    level: link.get("level") === "all" ? Infinity : Math.trunc(Number(link.get("level"))) || null, scope: "run", x: pair("steps", ...whole_x),
   });
   state.shown = matching(state.query);
   layoutRows();
   state.y = pair("rows", 0, state.rows.length)?.map(Math.round) ?? null;
-  const tensor = names.indexOf(said.get("tensor"));
+  const tensor = names.indexOf(link.get("tensor"));
   if (tensor >= 0) state.tensor = tensor;
-  const c = said.has("step") && C ? columnAt(Number(said.get("step"))) : null;
-  const i = said.has("row") ? state.rows.findIndex(({ name }) => name === said.get("row")) : state.rowOf.get(state.tensor) ?? -1;
-  if (c !== null && i >= 0) Object.assign(state, { cell: { i, c }, scope: said.get("table") === "step" ? "step" : "run" });
-  const [rule, first, ...name] = (said.get("finding") ?? "").split(" ");
+  const c = link.has("step") && C ? columnAt(Number(link.get("step"))) : null;
+  const i = link.has("row") ? state.rows.findIndex(({ name }) => name === link.get("row")) : state.rowOf.get(state.tensor) ?? -1;
+  if (c !== null && i >= 0) Object.assign(state, { cell: { i, c }, scope: link.get("table") === "step" ? "step" : "run" });
+  const [rule, first, ...name] = (link.get("finding") ?? "").split(" ");
   const finding = page.findings.findIndex((f) => f.rule === rule && f.first_step === Number(first) && (f.tensor === null ? "" : names[f.tensor]) === name.join(" "));
   if (finding >= 0) state.finding = finding;
-  const [key, order] = (said.get("sort") ?? "").split(" ");
-  state.sort = TABLE.some(([id]) => id === key) ? { key, down: order !== "up" } : { key: "score", down: true };
+  const [key, order] = (link.get("sort") ?? "").split(" ");
+  state.sort = fieldsOf(kind).some(([id]) => id === key) ? { key, down: order !== "up" } : { key: "score", down: true };
   $("search").value = state.query;
   return redraw();
 }
@@ -76,7 +77,7 @@ async function follow() {
 }
 async function receive({ values, matrices }) {
   const before = data.runs[0], now = values.runs[0];
-  if (before.range === null || JSON.stringify([before.names, before.kinds]) !== JSON.stringify([now.names, now.kinds])) return location.reload();
+  if (before.range === null || JSON.stringify([before.rows, before.kinds]) !== JSON.stringify([now.rows, now.kinds])) return location.reload();
   const kept = encoded();
   Object.assign(data, values);
   received = matrices;

@@ -5,7 +5,7 @@ function drawFindings() {
     element("span", { class: "what" }, element("b", {}, `${SEVERITIES[finding.severity].mark} ${finding.severity}`),
       element("span", { class: "mono" }, finding.rule), element("span", {}, steps(finding.first_step, finding.last_step))),
     element("span", { class: "message" }, finding.message),
-    ...(finding.tensor === null || finding.message.includes(names[finding.tensor]) ? [] : [element("span", { class: "name" }, cut(label(finding.kind, finding.tensor), 200))]),
+    ...(finding.tensor === null || finding.message.includes(rowsOf(finding.kind).names[finding.tensor]) ? [] : [element("span", { class: "name" }, cut(label(finding.kind, finding.tensor), 200))]),
     element("span", { class: "advice" }, finding.advice));
   // a headline, and below it what belongs to it or follows from it
   const items = [];
@@ -21,9 +21,10 @@ function drawFindings() {
     : [element("li", { class: "note" }, "No rule reported a finding in this run.")]));
 }
 
-const TABLE = [
-  ["name", "tensor", (r) => r.name], ["norm", "norm", (r) => number(r.norm)], ["rms", "rms", (r) => number(r.rms)],
-  ["abs_max", "abs max", (r) => number(r.abs_max)], ["zero_fraction", "zero %", (r) => percent(r.zero_fraction)],
+// The columns of the table: the key that sorts, the heading, and the text of a row.
+const fieldsOf = (kind) => [
+  ["name", "tensor", (r) => r.name],
+  ...kindOf(kind).statistics.map(({ name, heading, style }) => [name, heading, (r) => (style === "fraction" ? percent : number)(r[name])]),
   ["at", "largest at", (r) => (r.at === null ? "–" : whole(r.at))], ["broken", "non-finite steps", (r) => whole(r.broken)], ["score", "flags", (r) => r.flags],
 ];
 // Worst first: NaN or Inf, then exploding, then dead or vanishing, then the rest; within each, by non-finite steps, then norm.
@@ -31,24 +32,24 @@ const scoreOf = (words) => (words.NaN || words.Inf ? 3 : words.exploding ? 2 : w
 function runRows() {
   const all = page.summary[state.kind];
   return state.shown.map((row) => ({
-    row, name: names[row], norm: all.norm[row], rms: all.rms[row], abs_max: all.abs_max[row], zero_fraction: all.zero_fraction[row],
-    at: all.at[row], broken: all.broken[row], score: scoreOf(all.flags[row]),
+    ...Object.fromEntries(Object.entries(all.largest).map(([statistic, values]) => [statistic, values[row]])),
+    row, name: names[row], at: all.at[row], broken: all.broken[row], score: scoreOf(all.flags[row]),
     flags: Object.entries(all.flags[row]).map(([word, n]) => `${word} × ${whole(n)}`).join(", "),
   }));
 }
 async function stepRows(c) {
-  const found = await Promise.all(["norm", "rms", "abs_max", "zero_fraction"].map((statistic) => matrix(state.kind, statistic)));
+  const statistics = statisticsOf(state.kind), { flags } = kindOf(state.kind);
+  const found = await Promise.all(statistics.map((statistic) => matrix(state.kind, statistic)));
   // null stands for infinity, which JSON lacks; a comparison would treat null as 0
   const [vanishing, exploding, dead] = ["vanishing", "exploding", "dead"].map((name) => page.thresholds[name] ?? Infinity);
-  const ofTaps = isOfTaps(state.kind); // the thresholds of norms are about gradients of parameters
   return state.shown.map((row) => {
-    const [norm, rms, abs_max, zero_fraction] = found.map((m) => cellValue(m, row, c));
-    const broken = norm !== null && !Number.isFinite(norm), words = {};
+    const values = Object.fromEntries(statistics.map((statistic, k) => [statistic, cellValue(found[k], row, c)]));
+    const { norm = null, zero_fraction = null } = values, broken = norm !== null && !Number.isFinite(norm), words = {};
     if (broken) words[number(norm)] = 1;
-    else if (!ofTaps && norm > exploding) words.exploding = 1;
-    else if (!ofTaps && norm !== null && norm < vanishing) words.vanishing = 1;
-    if (zero_fraction !== null && zero_fraction >= dead) words.dead = 1;
-    return { row, name: names[row], norm, rms, abs_max, zero_fraction, broken: Number(broken), score: scoreOf(words), flags: Object.keys(words).join(", ") };
+    else if (flags.includes("exploding") && norm > exploding) words.exploding = 1;
+    else if (flags.includes("vanishing") && norm !== null && norm < vanishing) words.vanishing = 1;
+    if (flags.includes("dead") && zero_fraction !== null && zero_fraction >= dead) words.dead = 1;
+    return { ...values, row, name: names[row], broken: Number(broken), score: scoreOf(words), flags: Object.keys(words).join(", ") };
   });
 }
 const rank = (x) => (x === null || x === undefined ? -Infinity : Number.isNaN(x) ? Infinity : x);
@@ -58,12 +59,13 @@ async function drawTable() {
   const at = state.scope === "step" ? state.cell : null, { key, down } = state.sort;
   const rows = at ? await stepRows(at.c) : runRows();
   if (mine !== tables) return; // a newer call is drawing the table
-  const byKey = (a, b) => (key === "name" ? a.row - b.row : rank(a[key]) - rank(b[key]) || rank(a.broken) - rank(b.broken) || rank(a.norm) - rank(b.norm) || 0);
+  const [first] = statisticsOf(state.kind), isLow = kindOf(state.kind).statistics.some(({ style }) => style === "cosine");
+  const byKey = (a, b) => (key === "name" ? a.row - b.row : rank(a[key]) - rank(b[key]) || rank(a.broken) - rank(b.broken) || rank(a[first]) - rank(b[first]) || 0);
   rows.sort((a, b) => (down ? byKey(b, a) : byKey(a, b)));
-  const fields = TABLE.filter(([id]) => !at || (id !== "at" && id !== "broken"));
+  const fields = fieldsOf(state.kind).filter(([id]) => !at || (id !== "at" && id !== "broken"));
   $("table-head").replaceChildren(...fields.map(([id, title]) =>
     element("th", { scope: "col", "aria-sort": id === key ? (down ? "descending" : "ascending") : "none" },
-      element("button", { type: "button", onclick: () => sortBy(id) }, (id === "zero_fraction" ? nameOf(id) : title) + (id === key ? (down ? " ▾" : " ▴") : "")))));
+      element("button", { type: "button", onclick: () => sortBy(id) }, title + (id === key ? (down ? " ▾" : " ▴") : "")))));
   const kept = state.allRows ? rows : rows.slice(0, 25);
   $("table-body").replaceChildren(...kept.map((r) =>
     element("tr", r.row === state.tensor ? { class: "chosen" } : {}, ...fields.map(([id, , text]) => (id === "name"
@@ -73,7 +75,7 @@ async function drawTable() {
     state.scope, (scope) => set({ scope }), state.cell === null ? ["step"] : []);
   $("table-note").textContent = rows.length === 0 ? "No tensor name matches the search." :
     at ? `${plural(rows.length, "tensor")}, with the values that the map shows for ${page.binned > 1 ? "these steps" : "this step"}.` :
-    `${plural(rows.length, "tensor")}; each number is the largest finite value in the run; “× n” after a flag means that it was set in n steps.`;
+    `${plural(rows.length, "tensor")}; each number is the largest finite value in the run${isLow ? ", or the lowest cosine" : ""}; “× n” after a flag means that it was set in n steps.`;
   $("table-more").hidden = kept.length === rows.length;
   $("table-more").textContent = `Show all ${whole(rows.length)}`;
 }

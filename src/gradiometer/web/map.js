@@ -117,7 +117,7 @@ function drawLegend() {
   }
   const swatch = (name) => element("i", { class: `swatch ${name}` });
   $("legend").replaceChildren(
-    element("span", {}, titleOf(state.statistic) + (isAway ? ", relative to the tensor’s usual" : "")), scale,
+    element("span", { title: statisticOf(state.statistic).meaning }, `${nameOf(state.statistic)} of ${wordOf(state.kind)}` + (isAway ? ", relative to the tensor’s usual" : "")), scale,
     ...(m.linear ? [] : [element("span", {}, swatch("zero"), "exactly 0")]),
     element("span", {}, swatch("nonfinite"), "NaN or Inf"), element("span", {}, swatch("blank"), "not measured"),
     ...Object.entries(SEVERITIES).filter(([word]) => page.findings.some((f) => f.severity === word && f.tensor !== null))
@@ -135,9 +135,6 @@ function drawLegend() {
     `Cells that share a pixel or a folded row show ${worst}. NaN and Inf count as the largest. ` +
     `Values are rounded by at most ${m.linear ? "0.001 points" : `${Number(rounding.toPrecision(1))} %`}.`;
 }
-const TITLES = { ratio: "norm of the update / norm of the weight", cosine: "cosine of the update and −gradient",
-  stuck: "elements that stay the same although their gradient is not 0" };
-const titleOf = (statistic) => TITLES[statistic] ?? `${nameOf(statistic)} of ${wordOf(state.kind)}`;
 
 function describe({ i, c }) {
   const { name, isFolded, members } = state.rows[i], tensor = memberAt({ i, c });

@@ -10,34 +10,41 @@ function choices(id, options, chosen, choose, disabled = []) {
 function bind(run) {
   state.run = run;
   page = data.runs[run];
-  ({ names, columns } = page);
+  ({ columns } = page);
   C = columns.first.length;
   edges = edgesOf(columns);
   const ranges = data.runs.map((one) => one.range).filter(Boolean);
   whole_x = ranges.length ? [Math.min(...ranges.map(([a]) => a)) - 0.5, Math.max(...ranges.map(([, b]) => b)) + 0.5] : [0, 1];
 }
-// Returns the change to the tensors of another kind: of taps, or of parameters.
+// Returns the change to a kind with other rows.
 const ofKind = (kind) => ({ kind, shown: matching(state.query, kind), toggled: new Set(), y: null, hover: null, cell: null, tensor: null, scope: "run" });
-const statisticsOf = (kind) => Object.keys(STATISTICS).filter((name) => !OF_UPDATES.includes(name) || page.matrices[kind]?.[name]);
+// The statistics of all kinds by name, each with its heading and a kind that has it: the chosen one if it does.
+function offered() {
+  const found = new Map();
+  for (const kind of [...page.kinds, kindOf(state.kind)]) {
+    for (const { name, heading } of kind.statistics) if (!found.has(name) || kind.name === state.kind) found.set(name, { heading, kind: kind.name });
+  }
+  return found;
+}
 // Applies a change of the state, and redraws the parts that depend on it.
 async function set(change) {
-  if (change.kind && state.kind && !change.shown && isOfTaps(change.kind) !== isOfTaps(state.kind)) change = { ...change, ...ofKind(change.kind) };
+  if (change.kind && state.kind && !change.shown && rowsOf(change.kind) !== rowsOf(state.kind)) change = { ...change, ...ofKind(change.kind) };
   Object.assign(state, change);
+  ({ names } = rowsOf(state.kind));
   const has = (...keys) => keys.some((key) => key in change);
   if (has("shown", "level", "toggled")) layoutRows();
   if (has("run", "kind", "statistic")) {
     const { run, kind } = state;
-    if (!statisticsOf(kind).includes(state.statistic)) state.statistic = "norm";
+    if (!statisticsOf(kind).includes(state.statistic)) [state.statistic] = statisticsOf(kind);
     const { statistic } = state;
     const found = await Promise.all(data.runs.map((_, k) => matrix(kind, statistic, k)));
     if (run !== state.run || kind !== state.kind || statistic !== state.statistic) return; // another one was chosen meanwhile
     state.matrices = found;
     state.matrix = found[run];
-    // those that only updates have are offered with every kind
-    choices("statistics", Object.keys(STATISTICS).filter((key) => !OF_UPDATES.includes(key) || page.matrices.updates?.[key]).map((key) => [key, nameOf(key)]),
-      statistic, (key) => set({ statistic: key, ...(OF_UPDATES.includes(key) ? { kind: "updates" } : {}) }));
-    choices("kinds", page.kinds.length > 1 ? page.kinds.map((key) => [key, wordOf(key)]) : [], kind,
-      (key) => set({ kind: key, ...(OF_UPDATES.includes(state.statistic) ? { statistic: "norm" } : {}) }));
+    // those of other kinds are offered too
+    const all = offered();
+    choices("statistics", [...all].map(([key, { heading }]) => [key, heading]), statistic, (key) => set({ statistic: key, kind: all.get(key).kind }));
+    choices("kinds", page.kinds.length > 1 ? page.kinds.map(({ name }) => [name, wordOf(name)]) : [], kind, (key) => set({ kind: key }));
   }
   if (has("run", "kind", "statistic", "x", "y", "shown", "scale", "level", "toggled")) drawCells();
   else paint();
@@ -74,15 +81,17 @@ function chooseFinding(k) {
   const pad = Math.max(12 * least, (finding.last_step - finding.first_step) * 0.25);
   const change = { finding: k, cell: null, scope: "run", hover: null, y: null };
   if (finding.tensor !== null) {
-    const kind = finding.kind ?? state.kind;
-    if (isOfTaps(kind) !== isOfTaps(state.kind)) {
+    const isDrawn = (name) => name && rowsOf(name) === rowsOf(finding.kind) && kindOf(name);
+    const kind = [finding.kind, state.kind, ...page.kinds.map(({ name }) => name)].find(isDrawn);
+    if (rowsOf(kind) !== rowsOf(state.kind)) {
       Object.assign(state, ofKind(kind));
+      ({ names } = rowsOf(kind));
       layoutRows();
       change.shown = state.shown;
     }
     if (!state.shown.includes(finding.tensor)) search("");
-    Object.assign(change, { tensor: finding.tensor, kind: finding.kind ?? state.kind, toggled: reveal(finding.tensor),
-      statistic: { dead: "zero_fraction", dead_units: "zero_fraction", growing_logits: "abs_max", collapsing_router: "abs_max", stuck: "stuck", update_ratio: "ratio" }[finding.rule] ?? "norm" });
+    const shows = { dead: "zero_fraction", dead_units: "zero_channel_fraction", growing_logits: "abs_max", collapsing_router: "abs_max", stuck: "stuck_fraction", update_ratio: "update_ratio" };
+    Object.assign(change, { tensor: finding.tensor, kind, toggled: reveal(finding.tensor), statistic: shows[finding.rule] ?? null });
     const rows = rowsAt(state.folds, change.toggled), at = rows.findIndex(({ members }) => members.includes(finding.tensor));
     if (rows.length > 60) change.y = [Math.max(0, at - 20), Math.min(rows.length, Math.max(40, at + 20))];
   } else change.tensor = null;
@@ -94,10 +103,11 @@ function chooseFinding(k) {
   }
   say(`${finding.severity}: ${finding.message}`);
 }
-const say = (text) => { $("said").textContent = text; };
+const say = (text) => { $("announcement").textContent = text; };
 function matching(text, kind = state.kind) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  return names.map((_, i) => i).filter((i) => page.is_tap[i] === isOfTaps(kind) && words.every((word) => names[i].toLowerCase().includes(word)));
+  const all = rowsOf(kind).names;
+  return all.map((_, i) => i).filter((i) => words.every((word) => all[i].toLowerCase().includes(word)));
 }
 function search(text) {
   $("search").value = text;

@@ -20,8 +20,6 @@ from gradiometer.web.data import page_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["contents", "document", "to_json", "write_page"]
-
 MOST_NAMES: Final = 3  # of what differs first
 
 # in this order; on the page they form one function

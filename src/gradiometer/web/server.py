@@ -16,8 +16,6 @@ from gradiometer.web.page import contents, document, to_json
 if TYPE_CHECKING:
     from gradiometer.runs import Run
 
-__all__ = ["PageServer"]
-
 ADDRESS: Final = "127.0.0.1"
 # the time between two requests of an open page, and the largest share of the time for reading the run again
 SECONDS: Final = 2.0

@@ -5,15 +5,17 @@
 
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
-// of the run that is shown, see `bind`; C is the number of columns of its map
+// of the run that is shown, see `bind`; C is the number of columns of its map, and names are those of its rows
 let page, names, columns, C, edges;
 let whole_x; // the steps of all runs
 
-const STATISTICS = { norm: "norm", rms: "rms", abs_max: "abs max", zero_fraction: "zero %",
-  ratio: "update / weight", cosine: "cosine to −gradient", stuck: "stuck %" };
-const OF_UPDATES = ["ratio", "cosine", "stuck"]; // the statistics that only updates have
-const nameOf = (statistic, kind = state.kind) => (statistic === "zero_fraction" && kind === "updates" ? "unchanged %" : STATISTICS[statistic]);
-const isShare = (statistic) => statistic === "zero_fraction" || statistic === "stuck";
+// the kinds of tensors, their rows and their statistics are data of the run
+const kindOf = (name, run = page) => run.kinds.find((kind) => kind.name === name);
+const rowsOf = (kind, run = page) => run.rows[kindOf(kind, run)?.rows ?? "parameter"];
+const statisticsOf = (kind, run = page) => (kindOf(kind, run)?.statistics ?? []).map(({ name }) => name);
+const statisticOf = (name, kind = state.kind) => kindOf(kind).statistics.find((one) => one.name === name);
+const nameOf = (statistic) => statisticOf(statistic).heading;
+const isShare = (statistic) => statisticOf(statistic).style === "fraction";
 const SEVERITIES = { error: { mark: "✖" }, warning: { mark: "▲" }, info: { mark: "●" } };
 // the places of findings in the order in which marks are drawn: the worst last, above the others
 const drawOrder = (findings, words = Object.keys(SEVERITIES)) => findings.map((_, k) => k)
@@ -25,7 +27,7 @@ const VIRIDIS = ["#440154", "#482475", "#414487", "#355f8d", "#2a788e", "#21918c
 const CIVIDIS = ["#00316f", "#2c4670", "#48566f", "#606570", "#777777", "#908d79", "#aca274", "#c9b969", "#e6d055", "#fee838"];
 
 const state = {
-  run: 0, kind: null, statistic: "norm", scale: "relative",
+  run: 0, kind: null, statistic: null, scale: "relative",
   matrices: [], // of each run, the decoded matrix of this kind and statistic; null if the run has none
   matrix: null, // that of the run that is shown
   x: null, y: null, // the zoom: a range of steps and of rows; null for all
@@ -52,10 +54,8 @@ function percent(x) {
 const shownAs = (statistic, x) => (isShare(statistic) ? percent(x) + (x === null ? "" : " %") : number(x));
 const steps = (first, last) => (first === last ? `step ${whole(first)}` : `steps ${whole(first)} to ${whole(last)}`);
 const plural = (n, one, many = `${one}s`) => `${whole(n)} ${n === 1 ? one : many}`;
-const SUFFIXES = { grads: ".grad", weights: "", updates: ".update", activations: "", activation_grads: ".grad" };
-const label = (kind, i) => names[i] + SUFFIXES[kind];
-const wordOf = (kind) => kind.replace("_", " ");
-const isOfTaps = (kind) => kind.startsWith("activation"); // the kinds of taps; the others are those of parameters
+const label = (kind, i) => rowsOf(kind).names[i] + (kindOf(kind)?.suffix ?? "");
+const wordOf = (kind) => kind.replaceAll("_", " ");
 const cut = (text, n) => (text.length > n ? `${text.slice(0, n / 2)}…${text.slice(-n / 2)}` : text);
 
 function element(tag, attributes = {}, ...children) {
