@@ -162,17 +162,7 @@ def append(
     section: Section,
     fingerprints: torch.Tensor | None = None,
 ) -> None:
-    """Write rows of one step, and decide whether to skip the step.
-
-    Args:
-        columns: ``(M, C) float64``, contiguous, of the first M rows of the section.
-        flags: ``(M,) int32``, contiguous.
-        grads: the number of gradients, which are the first rows.
-        ring: ``(capacity, size) float64``, changed in place.
-        cursor: ``(6,) float64``, changed in place.
-        section: where the rows are.
-        fingerprints: ``(M, 3) int64``, contiguous, if the section has room for them.
-    """
+    """Do what `gradiometer.ops.ring.append_` does; all tensors are contiguous."""
     capacity, size = ring.shape
     given, num_columns = columns.shape
     plan = torch.empty(1 + section.tables, dtype=torch.int64, device=ring.device)

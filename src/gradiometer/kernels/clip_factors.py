@@ -13,17 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.columns import TENSORS
 from gradiometer.kernels import tuning
 from gradiometer.kernels.finalize import bits
 
 # defaults of arguments, see finalize.py
-_NUMEL = COLUMN_INDEX["numel"]
-_SUMSQ = COLUMN_INDEX["sumsq"]
-_NAN = COLUMN_INDEX["n_nan"]
-_POSINF = COLUMN_INDEX["n_posinf"]
-_NEGINF = COLUMN_INDEX["n_neginf"]
-_TOP = COLUMN_INDEX["abs_max"]
+_NUMEL = TENSORS.index["numel"]
+_SUMSQ = TENSORS.index["sumsq"]
+_NAN = TENSORS.index["n_nan"]
+_POSINF = TENSORS.index["n_posinf"]
+_NEGINF = TENSORS.index["n_neginf"]
+_TOP = TENSORS.index["abs_max"]
 
 # as in gradiometer.control.coefficient
 _EPS = 1e-6
@@ -215,7 +215,7 @@ def clip_factors(
         *buffers,
         columns.shape[0],
         *[bits(x) for x in settings],
-        NUM_COLUMNS=NUM_COLUMNS,
+        NUM_COLUMNS=TENSORS.width,
         TILE=tile,
         **tuning.options(threads, registers, columns.device),
     )

@@ -1,4 +1,4 @@
-"""Device functions that the kernels share."""
+"""Device functions and a launch that the kernels share."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from gradiometer.columns import Cursor
+from gradiometer.kernels import tuning
 
 DTYPES: dict[Any, Any] = {
     torch.float64: tl.float64,
@@ -114,3 +115,20 @@ def accumulate(x, totals, COMPENSATED: tl.constexpr, EXACT_SQUARE: tl.constexpr)
     else:
         totals = top, zeros, sumsq, total
     return totals
+
+
+def merge_chunks(
+    kernel: Any,
+    table: torch.Tensor,
+    partials: torch.Tensor,
+    num_tensors: int,
+    width: int,
+    tuned: tuning.Finalize,
+    **options: Any,
+) -> torch.Tensor:
+    """Launch a kernel that merges the partials of each tensor's chunks into its row; return all rows."""
+    rows = torch.empty((num_tensors, width), dtype=partials.dtype, device=partials.device)
+    sizes = num_tensors, partials.shape[1]
+    options |= tuning.options(tuned.threads, tuned.registers, partials.device)
+    kernel[(num_tensors,)](table, partials, rows, *sizes, COLUMNS=width, TILE=tuned.tile, **options)
+    return rows

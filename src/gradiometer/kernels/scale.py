@@ -100,17 +100,7 @@ def scale(
     num_chunks: int,
     num_tensors: int,
 ) -> None:
-    """Multiply one dtype's chunks in place.
-
-    Args:
-        pointers: ``(T,) int64``, the tensors' addresses.
-        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
-        factor: 0-d float64 on their device, at most 1; or ``(T,)``, contiguous.
-        dtype: the dtype of these chunks' tensors.
-        first_chunk: the group's first chunk.
-        num_chunks: the group's number of chunks.
-        num_tensors: T.
-    """
+    """Multiply one group's chunks in place by a factor, or by that of each tensor; at most 1."""
     tile, threads, registers = tuning.SCALE[dtype]
     _scale_kernel[(num_chunks,)](
         pointers,
