@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from gradiometer.columns.derived import compute_flags
 
 from conftest import INTERPRETED
 from gradiometer import PerTensorClip, Thresholds, ZScoreClip
@@ -30,14 +31,13 @@ from gradiometer.columns import (
     Cursor,
     Section,
 )
-from gradiometer.columns.derived import compute_flags
 from gradiometer.columns.fingerprint import Fingerprint, geometric, power
 from gradiometer.control import per_tensor_clip, z_score_clip
 from gradiometer.control import scale as eager_scale
 from gradiometer.control.adaptive_clip import AdaptiveClip
 from gradiometer.ops import clipping, dispatch, launch_plans
 from gradiometer.ops import tensors as tensor_ops
-from gradiometer.ops.chunk_map import chunk_map_of
+from gradiometer.ops.launch_plans import chunk_map_of
 from gradiometer.stats import norms_of
 from support import fingerprints, oracle, pair_oracle
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import gradiometer as gm
 from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.ops import launch_plans, packing, uploads
-from gradiometer.ops.chunk_map import chunk_map_of
+from gradiometer.ops.launch_plans import chunk_map_of
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -124,7 +124,7 @@ def _near(word, start, DTYPE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.conste
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors"])
 def _exponents_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
+    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
     classes_ptr,  # int32, the column of each class
     rows_ptr,  # (T, COLUMNS) int64
     gate_ptr,  # a cursor; unused without GATED
@@ -229,7 +229,7 @@ def exponents(
 
 @triton.jit(do_not_specialize=["num_tensors"])
 def _begin_kernel(
-    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
+    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
     rows_ptr,  # (T + 1, WIDTH) int64
     gate_ptr,  # a cursor
     num_tensors: tl.int32,

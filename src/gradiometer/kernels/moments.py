@@ -87,7 +87,7 @@ def _joined(parts):
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _moments_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
+    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
     partials_ptr,  # (7, N) float64
     gate_ptr,  # the cursor of a ring; unused without GATED
     fingerprints_ptr,  # (4, N) int64, see fingerprint.py; unused without FINGERPRINT

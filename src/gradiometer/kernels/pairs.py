@@ -134,7 +134,7 @@ def _sums(totals):
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _pairs_kernel(
     pointers_ptr,  # (3 * T,) int64, of a, b and g; (2 * T,) without G
-    table_ptr,  # (7 * T + N,) int64, see ops/chunk_map.py; (6 * T + N,) without G
+    table_ptr,  # (7 * T + N,) int64, see ops/launch_plans.py; (6 * T + N,) without G
     partials_ptr,  # (14, N) float64, see PAIR_PARTIALS
     first_chunk: tl.int32,
     num_tensors: tl.int32,

@@ -32,8 +32,8 @@ def row_of(chunk, table_ptr, num_tensors):
 def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
     """Return the address of a chunk's first element, and the number of its elements.
 
-    table: see ops/chunk_map.py. The first chunk also has the elements before the first 16-byte boundary of a
-    view that begins elsewhere, so that all others begin at a boundary. The last chunk may then be empty.
+    The first chunk also has the elements before the first 16-byte boundary of a view that begins elsewhere,
+    so that all others begin at a boundary. The last chunk may then be empty.
     """
     row = row_of(chunk, table_ptr, num_tensors)
     size = tl.load(table_ptr + num_tensors + row)

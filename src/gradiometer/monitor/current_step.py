@@ -21,11 +21,6 @@ class UpdateTracker:
 
     A failure is counted, and the updates of the step are then missing.
 
-    Args:
-        recorder: the updates are written into its current step.
-        failures: counts failures.
-        is_enabled: whether to measure updates at all.
-
     Attributes:
         parts: the updates of each optimizer; empty without updates, and after `release`.
         is_released: whether `release` was called.
@@ -121,11 +116,7 @@ class _Ending(NamedTuple):
 class CurrentStep:
     """Ends steps: on the device, in the pipeline, and for updates and kept steps, which then begin the next.
 
-    Args:
-        recorder: the recorder, which must be at the same step.
-        pipeline: takes the steps that have ended.
-        updates: measured at the end of each step.
-        failures: counts failures.
+    The recorder must be at the same step.
 
     Attributes:
         noted: scalars for this step.
@@ -136,6 +127,7 @@ class CurrentStep:
         self, recorder: Recorder, pipeline: Pipeline, updates: UpdateTracker, failures: Failures
     ) -> None:
         self._recorder, self._pipeline, self._updates, self._failures = recorder, pipeline, updates, failures
+        self._reader = pipeline.reader
         self.noted: dict[str, Any] = {}
         self._ending: _Ending | None = None
         self._has_ended_any = False
@@ -143,24 +135,16 @@ class CurrentStep:
         self._device_step = 0
         self._begin()
 
-    @property
-    def number(self) -> int:
-        """The number of this step."""
-        return self._pipeline.reader.step
-
     def begin_end(self, scalars: dict[str, Any], every: int, skips: object) -> None:
         """Begin to end the step; `commit` follows. From here on it ends, whatever interrupts this.
 
-        Args:
-            scalars: of the step.
-            every: steps divisible by this are recorded.
-            skips: whether the loop skips the update when told to.
+        ``skips``: whether the loop skips the update when told to.
         """
-        step = self.number
+        step = self._reader.step
         self._ending, self.noted = _Ending(step, scalars, self.is_recorded, skips), {}
         there = self._recorder.step_if_known()
         if there not in {None, step}:
-            self._pipeline.reader.refuse(step, there)
+            self._reader.refuse(step, there)
         # soon: after an interrupt, the next step's activations may be added to these
         self._failures.attempt("advance", self._recorder.clear_taps, step + 1)
         self._updates.end_step(step, every)
@@ -169,7 +153,7 @@ class CurrentStep:
     def commit(self, state: ModelState | None) -> None:
         """Pass the step on, unless that was done before an exception; begin the next one."""
         ending = self._ending
-        if ending is not None and self.number == ending.step:
+        if ending is not None and self._reader.step == ending.step:
             self._has_ended_any = True
             self._failures.attempt("skips", self._pass_skips, ending.skips)
             self._pipeline.take(ending.scalars, state)
@@ -181,21 +165,21 @@ class CurrentStep:
         ending = self._ending
         if ending is None:
             return
-        if self.number == ending.step:
+        if self._reader.step == ending.step:
             text = "advance() was interrupted by an exception: that step may have no updates, and the next "
             self._failures.add("advance", text + "one neither updates nor activations")
             # the weights may be those of the next step already
             self._updates.drop_stale(ending.step + 1)
             if not (self._device_step == ending.step + 1 or ending.is_recorded):
                 # a compiled step that has run since has written into this step's slot
-                self._pipeline.reader.refuse(ending.step)
+                self._reader.refuse(ending.step)
             self._advance_device(ending.step + 1)
         self.commit(None)
 
     def restart(self) -> None:
         """Begin a step whose number was set."""
-        self._device_step = self.number
-        self._updates.restart(self.number)
+        self._device_step = self._reader.step
+        self._updates.restart(self._reader.step)
         self._begin()
 
     def report_if_none_ended(self) -> None:
@@ -208,7 +192,7 @@ class CurrentStep:
         self._updates.begin_step()
         kept = self._pipeline.box.kept
         if kept is not None:
-            self._failures.attempt("keep", kept.begin, self.number)
+            self._failures.attempt("keep", kept.begin, self._reader.step)
 
     def _advance_device(self, step: int) -> None:
         """Set the recorder, taps and histograms to a step."""
@@ -217,7 +201,7 @@ class CurrentStep:
             self._device_step = step
 
     def _pass_skips(self, skips: object) -> None:
-        self._pipeline.reader.skips = bool(skips)
+        self._reader.skips = bool(skips)
 
     def _report_missing_ends(self) -> None:
         # the run is over, so a host sync costs nothing

@@ -191,12 +191,9 @@ class WindowSchedule:
         return is_complete
 
     def choose(self, fewest: int, recorded: Sequence[bool], *, is_closing: bool) -> None:
-        """Choose the steps of the next window.
+        """Choose the steps of the next window, of ``fewest`` steps that wait on every rank.
 
-        Args:
-            fewest: the number of steps that wait on every rank.
-            recorded: whether these steps were recorded on any rank.
-            is_closing: whether any rank is closing.
+        ``recorded``: whether any rank recorded these. ``is_closing``: whether any rank is closing.
         """
         if fewest:
             ahead = recorded[: min(fewest, MAX_STEPS)]

@@ -94,9 +94,8 @@ class MergeWindow:
     def pack(self, steps: Sequence[StepRecord], included: Sequence[bool]) -> tuple[Tensor, Tensor]:
         """Return the vector to sum and the vector to maximize, both float64.
 
-        Args:
-            steps: this rank's steps; fewer than ``included`` if it has no more.
-            included: for each step, whether the window includes its tables.
+        ``steps``: this rank's steps, perhaps fewer than the window has. ``included``: for each step of the
+        window, whether it includes its tables.
         """
         layout = self._layout(included)
         sums, tops = layout.zeros(torch.float64)
@@ -113,14 +112,10 @@ class MergeWindow:
         mine: Sequence[StepRecord],
         sparse: Mapping[int, dict[str, Table]] | None = None,
     ) -> list[StepRecord]:
-        """Return the steps of the job.
+        """Return the steps of the job, from the reduced vectors of `pack`.
 
-        Args:
-            sums: the first vector of `pack`, summed over the ranks.
-            tops: the second vector of `pack`, maximized over the ranks.
-            included: as passed to `pack`.
-            mine: this rank's steps, which give the time, and scalars that have no index.
-            sparse: the result of `merge_sparse`.
+        ``mine``: this rank's steps, which give the time, and scalars that have no index. ``sparse``: the
+        result of `merge_sparse`.
         """
         sections = self._layout(included).split(sums, tops)
         dense = iter(self._tables.unpack(self.catalog.dense, sections, sum(included)))
@@ -172,10 +167,8 @@ class MergeWindow:
     ) -> dict[int, dict[str, Table]]:
         """Return the tables of sparse schemas of the steps that are due, by index. All ranks call this.
 
-        Args:
-            numbers: the numbers of the steps, the same on all ranks.
-            mine: this rank's records of the first of them.
-            all_reduce: returns the sum of the first tensor over the ranks, and the maximum of the second.
+        ``numbers``: of the steps, the same on all ranks. ``mine``: this rank's records of the first of them.
+        ``all_reduce``: returns the sum of its first argument over the ranks, and the maximum of its second.
         """
         kinds, found = self.catalog.sparse, {}
         layout = self._tables.layout(kinds, 1)

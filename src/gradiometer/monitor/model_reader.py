@@ -31,10 +31,7 @@ _MODAL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)  # noq
 class ModelReader:
     """Reads a `ModelState` without waiting for the device.
 
-    Args:
-        model: the model of the recorder. Unless it is a module or a mapping of names to modules, only the
-            parameters are looked at.
-        recorder: the recorder of the parameters.
+    Unless the model is a module or a mapping of names to modules, only the parameters are looked at.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)).eval()
@@ -64,10 +61,7 @@ class ModelReader:
     def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False) -> ModelState:
         """Return the state of the model; the same object if nothing has changed.
 
-        Args:
-            loss: the loss of the step; the first with an autograd graph is looked at.
-            afresh: look at everything; otherwise only at what takes no time.
-            has_loss_scale: as in `ModelState`.
+        ``afresh``: look at everything; otherwise only at what takes no time.
         """
         self._reads += 1
         afresh = afresh or self._reads % _OFTEN == 0

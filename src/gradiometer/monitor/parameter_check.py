@@ -24,19 +24,7 @@ class ParameterCheck:
     The recorder does not notice such changes. During forward and backward, FSDP replaces each sharded
     parameter by the unsharded one; this does not count as a replacement.
 
-    Args:
-        model: the model of the recorder. If it is neither a module nor a mapping of names to
-            modules, only moves are detected.
-        recorder: the recorder of the parameters.
-        failures: receives the report.
-
-    >>> import torch, gradiometer as gm
-    >>> from gradiometer.monitor.failures import Failures
-    >>> model, failures = torch.nn.Linear(2, 1), Failures()
-    >>> call = ParameterCheck(model, gm.Recorder(model), failures)
-    >>> call()
-    >>> failures.counts
-    {}
+    If the model is neither a module nor a mapping of names to modules, only moves are detected.
     """
 
     def __init__(self, model: object, recorder: Recorder, failures: Failures) -> None:

@@ -23,14 +23,12 @@ from torch import Tensor
 from gradiometer.columns import WORD_BYTES
 from gradiometer.inputs import as_flat, as_real
 from gradiometer.ops import uploads
-from gradiometer.ops.chunk_map import chunk_map_of, int64
-from gradiometer.ops.launch_plans import Kept, recognize, remember
+from gradiometer.ops.launch_plans import Kept, chunk_map_of, int64, recognize, remember
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradiometer.ops.chunk_map import ChunkMap
-    from gradiometer.ops.launch_plans import LaunchPlan
+    from gradiometer.ops.launch_plans import ChunkMap, LaunchPlan
 
 # addresses of one list in captured graphs that are not suspicious: layers of equal shapes share a plan
 CAPTURES_EXPECTED: Final = 64

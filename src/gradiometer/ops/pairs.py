@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import NUM_PAIR_COLUMNS
-from gradiometer.ops import launch_plans, packing, pair_reference, warm_up
+from gradiometer.ops import launch_plans, packing, pair_reference, uploads
 from gradiometer.ops.dispatch import recognize
-from gradiometer.ops.library import by_device, define
-from gradiometer.ops.revision import REVISION
+from gradiometer.ops.library import REVISION, by_device, define
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +63,7 @@ def _by_kernels(a: Tensors, b: Tensors, g: Tensors | None = None, plan: LaunchPl
     from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
     sides = [a, b] if g is None else [a, b, g]
-    keep = plan is not None or not warm_up.is_possible()
+    keep = plan is not None or not uploads.may_warm_up()
     packed = packing.pack_pairs(sides, kernels.tuning.CHUNK, kernels.tuning.MAX_CHUNKS, plan, keep=keep)
     chunk_map = packed.chunk_map
     size = len(kernels.PAIR_PARTIALS), chunk_map.num_chunks

@@ -29,8 +29,10 @@ from gradiometer.inputs import as_real
 from gradiometer.ops import fingerprint as bits
 from gradiometer.ops import openmp
 from gradiometer.ops.eager_plan import BATCH, SMALL, Plan, plan_of, prepared
-from gradiometer.ops.reference_batches import measure_batches, measure_group, row_of_number
-from gradiometer.ops.reference_blocks import (
+from gradiometer.ops.reference_rows import (
+    measure_batches,
+    measure_group,
+    row_of_number,
     rows_and_fingerprints_of,
     rows_of,
     sum_of_squares,
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradiometer.columns import Thresholds
-    from gradiometer.ops.reference_blocks import Row
+    from gradiometer.ops.reference_rows import Row
 
 # plain integers: an IntFlag creates an object for each result
 _NAN, _INF, _VANISHING, _EXPLODING, _DEAD = map(int, Flag)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import NUM_COLUMNS, NUM_FINGERPRINT_COLUMNS, Thresholds
-from gradiometer.ops import dispatch, eager_plan, packing, reference, warm_up
+from gradiometer.ops import dispatch, eager_plan, packing, reference, uploads
 from gradiometer.ops.launch_plans import host_plan
-from gradiometer.ops.library import by_device, define
-from gradiometer.ops.revision import REVISION
+from gradiometer.ops.library import REVISION, by_device, define
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,7 +103,7 @@ def _by_kernels(
     from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
     tuning = kernels.tuning
-    keep = plan is not None or not warm_up.is_possible()
+    keep = plan is not None or not uploads.may_warm_up()
     count = len(tensors)
     narrow = [i for i, x in enumerate(tensors) if x.itemsize == 1] if fingerprint else []
     if narrow:
