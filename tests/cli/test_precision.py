@@ -104,7 +104,7 @@ def test_only_some_tensors(run, call):
     [
         (["--step", "7"], Exit.UNREADABLE, "no histograms of step 7; there are 5, from 0 to 40, and the nea"),
         (["--step", "-6"], Exit.UNREADABLE, "no histograms of step -6"),
-        (["--kind", "updates"], Exit.USAGE, "'updates' has no histograms: pass grads or weights"),
+        (["--kind", "updates"], Exit.UNREADABLE, "has no histograms of updates in step 40"),
         (["--format", "fp64"], Exit.USAGE, "--format: 'fp64' is not one of the formats float16"),
         (["--attempt", "9"], Exit.UNREADABLE, "has no attempt 9"),
         (["--top", "-1"], Exit.USAGE, "--top"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -51,14 +52,23 @@ def test_help_needs_no_torch(arguments):
     ("words", "completions"),
     [
         ("gradiometer d", ["demo", "diff", "doctor"]),
-        ("gradiometer show RUN --kind ", ["grads", "weights", "updates"]),
-        ("gradiometer precision RUN --kind w", ["weights"]),
+        ("gradiometer show RUN --kind ", ["grads", "weights", "updates", "weight_exponents"]),
+        ("gradiometer precision RUN --kind ", ["weights"]),
         ("gradiometer show none --kind ", []),
         ("gradiometer precision x --format ", ["fp16", "bf16", "e4m3", "e5m2"]),
     ],
 )
 def test_completion_needs_no_torch(words, completions, tmp_path):
-    (tmp_path / "run.json").write_text('{"catalog": {"kinds": ["grads", "weights", "updates"]}}')
+    kinds = [
+        {"name": name, "of": of, "schema": schema}
+        for name, of, schema in (
+            ("grads", "grads", "tensors"),
+            ("weights", "grads", "tensors"),
+            ("updates", "grads", "pairs"),
+            ("weight_exponents", "weights", "exponents"),
+        )
+    ]
+    (tmp_path / "run.json").write_text(json.dumps({"catalog": {"kinds": kinds}}))
     words = words.replace("RUN", str(tmp_path))
     words = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     out, modules = imported(_GRADIOMETER_COMPLETE="complete_bash", **words)

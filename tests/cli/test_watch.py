@@ -54,7 +54,7 @@ def test_what_is_seen_of_a_run(run):
     assert seen.findings == [CULPRIT, MINOR]
     assert seen.total_norm == run.record(19).total("norm")
     assert seen.scalars == run.record(19).scalars
-    assert [row.name for row in seen.worst] == [r.name for r in run.record(19).report().worst_first()]
+    assert seen.report.to_dict() == run.record(19).report().to_dict()
     assert len(seen.loss_curve) == 20
     assert math.isnan(seen.loss_curve[15])
 

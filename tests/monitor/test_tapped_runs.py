@@ -280,19 +280,19 @@ def test_sinks_the_page_and_the_command_line_show_activations(tmp_path, tapped):
         for statistic in ("norm", "kurtosis")
     }
     key = "activations/blocks.0.act.out/zero_channel_fraction"
-    place = record.roster.index["blocks.0.act.out"]
-    assert lookup(record, key) == record.value("zero_channel_fraction", "activations")[place]
+    row = record.catalog.taps.index["blocks.0.act.out"]
+    assert lookup(record, key) == record.value("zero_channel_fraction", "activations")[row]
     page = page_of(run).values
-    assert page["kinds"] == ("grads", "activations", "activation_grads")
-    assert [name for name, is_tap in zip(page["names"], page["is_tap"], strict=True) if is_tap] == [*NAMES]
-    assert page["summary"]["activations"]["norm"][place] > 0
-    assert page["shapes"][place] == "activation"
-    shown = show.look(run, 1, kind="activations").to_dict()
-    assert list(shown["report"]["tensors"]) == sorted(
-        NAMES, key=lambda name: list(shown["report"]["tensors"]).index(name)
-    )
-    assert shown["report"]["tensors"]["scores"]["kurtosis"] > 0
-    assert "scores" in repr(show.look(run, 1, kind="activation_grads").report["scores"].name)
+    assert [(kind["name"], kind["rows"]) for kind in page["kinds"]] == [
+        *[("grads", "parameter"), ("activations", "tap"), ("activation_grads", "tap")],
+    ]
+    assert page["rows"]["tap"] == {"names": NAMES, "shapes": ["activation"] * len(NAMES)}
+    assert page["summary"]["activations"]["largest"]["kurtosis"][row] > 0
+    shown = show.look(run, 1, kind="activations").to_dict()["report"]
+    (rows,) = [x for x in shown.values() if isinstance(x, dict) and "scores" in x]
+    assert {*rows} == {*NAMES}
+    assert rows["scores"]["kurtosis"] > 0
+    assert show.look(run, 1, kind="activation_grads").report["scores"].name == "scores"
 
 
 def checked(model, taps, rules, poison=None, steps=25, loss=None):

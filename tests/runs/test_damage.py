@@ -22,11 +22,12 @@ from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import RankBlackbox, RunError, open_segment, read_run, verify
 from gradiometer.runs.writer import RunRecord
 from support.synthetic_run import (
-    as_without_digests,
     edit_info,
+    make_catalog,
     make_info,
     make_records,
-    make_roster,
+    seal,
+    unsealed,
     write_run,
 )
 
@@ -34,6 +35,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 MUTATIONS = 2000 if PROFILE == "deep" else 27
 SEGMENT = 8
+KINDS = ("grads", "weights", "updates", "grad_exponents", "weight_exponents")
 LAST_OF_KILLED = "0000012.parquet"
 FOUND = [Finding("dead", Severity.WARNING, 3, 9, "grads", "blocks.0.bias", 1.0, 0.5, "dead", "look", count=4)]
 
@@ -55,12 +57,12 @@ def killed(tmp_path_factory):
 
 
 def write(path, seconds=0):
-    roster = make_roster(3, ("grads", "weights"))
+    catalog = make_catalog(3, KINDS)
     versions = collections.defaultdict(list)
     for first, steps in ((0, 15), (12, 14)):
         sink = RunRecord(path, segment_steps=SEGMENT, segment_seconds=seconds, fsync=False)
-        sink.start(make_info(roster, first))
-        for record in make_records(roster, steps, first=first, nonfinite_at=5, seed=first):
+        sink.start(make_info(catalog, first))
+        for record in make_records(catalog, steps, first=first, nonfinite_at=5, seed=first, precision=2):
             step = record.step
             sink.write([record], FOUND if step == 10 else [])
             # a fault writes the segment
@@ -117,16 +119,16 @@ def damage(choose, files, older):
         one = choose.choice(sorted([name for name in files if name.suffix == ".parquet"]))
         attempt, first = choose.randint(1, 2), choose.randint(0, 30)
         made = {one.with_name(f"{one.parent}-{attempt:04d}-{first:010d}.parquet"): files[one]}
-        if choose.random() < 0.5:  # both files of the segment
-            twin = "steps" if one.parent.name == "tensors" else "tensors"
+        if choose.random() < 0.5:  # another file of the segment, too
+            twin = "steps" if one.parent.name != "steps" else "tensors"
             at = one.parents[1] / twin
             of = at / one.name.replace(one.parent.name, twin)
             made[at / f"{twin}-{attempt:04d}-{first:010d}.parquet"] = files[of]
         return how, made
     one = choose.choice(sorted(older))
     made = {one: choose.choice(older[one])}
-    if one.parent.name in {"steps", "tensors"} and choose.random() < 0.5:  # of a whole segment
-        twin = {"steps": "tensors", "tensors": "steps"}[one.parent.name]
+    if one.suffix == ".parquet" and choose.random() < 0.5:  # of another file of the segment, too
+        twin = "steps" if one.parent.name != "steps" else choose.choice(["tensors", "pairs"])
         of = one.parents[1] / twin / one.name.replace(one.parent.name, twin)
         made[of] = choose.choice(older[of])
     return how, made
@@ -134,13 +136,18 @@ def damage(choose, files, older):
 
 PARTS = {
     "info": lambda run: run.info,
-    "roster": lambda run: run.roster,
+    "catalog": lambda run: run.catalog,
     "steps": lambda run: run.steps.to_pylist(),
     "tensors": lambda run: run.tensors().to_pylist(),
     "some": lambda run: run.tensors(first=5, last=9, kind="grads", names="blocks.0.bias").to_pylist(),
+    "pairs": lambda run: run.table("pairs").to_pylist(),
+    "exponents": lambda run: [
+        (step, stats.names, stats.columns.tolist()) for step, stats in run.precisions("weights", first=3)
+    ],
     "matrix": lambda run: [x.tolist() if hasattr(x, "tolist") else x for x in run.matrix("rms", "weights")],
     "records": lambda run: [
-        (r.step, r.scalars, None if r.values is None else r.values.tolist()) for r in run.records()
+        (r.step, r.scalars, {name: table.values.tolist() for name, table in r.tables.items()})
+        for r in run.records()
     ],
     "findings": lambda run: run.findings,
     "blackbox": lambda run: run.blackbox,
@@ -295,7 +302,7 @@ def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(written, tmp_path,
     assert caplog.text.count("left out: ") == 1
     assert main(["verify", str(own)]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "own: 11 files whole, 1 damaged, 1 missing" in out
+    assert "own: 19 files whole, 1 damaged, 1 missing" in out
     assert "damaged steps/steps-0001-0000000008.parquet its content does not match its digest" in out
     assert "missing findings.json" in out
     assert main(["verify", str(own), "--json"]) == 1
@@ -303,10 +310,10 @@ def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(written, tmp_path,
 
 
 def test_a_writer_that_was_killed_between_two_files_leaves_a_whole_run(tmp_path, monkeypatch):
-    roster = make_roster(2)
-    records = list(make_records(roster, 20))
+    catalog = make_catalog(2)
+    records = list(make_records(catalog, 20))
     sink = RunRecord(tmp_path, segment_steps=8, segment_seconds=0, fsync=False)
-    sink.start(make_info(roster))
+    sink.start(make_info(catalog))
     real = open_segment.prepare
 
     def killed(run, path, data, *, sync):
@@ -336,29 +343,24 @@ def test_a_writer_that_was_killed_between_two_files_leaves_a_whole_run(tmp_path,
     assert [file.name for file in missing] == ["steps/steps-0001-0000000008.parquet"]
 
 
-def test_files_without_digests_are_read_and_their_pages_are_checked(tmp_path):
+def test_a_file_without_a_digest_is_damaged_and_pages_are_checked(tmp_path):
     path = write_run(tmp_path, 3, 20, segment_steps=8)
     edit_info(path)
     found = verify(path)
     assert found.whole
     assert [file.name for file in found.of("no digest")] == ["run.json"]
     file = path / "steps" / "steps-0001-0000000008.parquet"
-    # the file as it was before it got a digest
-    data = file.read_bytes()
-    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    at = footer - 40
-    plain = data[: at - 4 - int.from_bytes(data[at - 4 : at], "little")] + data[footer:]
-    file.write_bytes(plain)
+    sealed = file.read_bytes()
+    file.write_bytes(unsealed(file))
     with pytest.raises(RunError, match="its digest is missing"):
         read_run(path).steps  # noqa: B018
-    as_without_digests(path)
-    file.write_bytes(plain)
-    assert {file.state for file in verify(path).files} == {"no digest"}
-    assert read_run(path).steps.num_rows == 20
+    assert [x.name for x in verify(path).of("damaged")] == [f"steps/{file.name}"]
+    file.write_bytes(sealed)
     (column,) = [c for c in columns(file) if c.path_in_schema == "loss"]
-    damaged = bytearray(plain)
+    damaged = bytearray(sealed)
     damaged[column.data_page_offset + column.total_compressed_size - 1] ^= 1
     file.write_bytes(damaged)
+    seal(path)
     with pytest.raises(RunError, match="CRC"):
         read_run(path).steps  # noqa: B018
 

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 
@@ -19,22 +18,20 @@ import torch
 
 from gradiometer.cli import Exit
 from gradiometer.cli import app as cli
-from gradiometer.columns import NUM_EXPONENT_COLUMNS
 from gradiometer.monitor import Monitor
-from gradiometer.recorder import StepExponents
+from gradiometer.recorder import KINDS
 from gradiometer.rules import Fault, Finding, Severity
-from gradiometer.runs import segments, tables
+from gradiometer.runs import RunError, parquet, read_run, segments
 from gradiometer.runs.directory import prepare
-from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
 from gradiometer.stats import Taps
 from gradiometer.web.page import contents, document
 from support.synthetic_run import (
-    as_without_digests,
     edit_info,
+    make_catalog,
     make_info,
     make_records,
-    make_roster,
+    seal,
     write_run,
 )
 
@@ -44,15 +41,14 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 @pytest.fixture
 def path(tmp_path):
-    path = write_run(tmp_path / "run", 2, 4)
-    as_without_digests(path)
-    return path
+    return write_run(tmp_path / "run", 2, 4)
 
 
 def rewrite(table, change):
     def damage(path):
         file = path / table / f"{table}-0001-0000000000.parquet"
         pq.write_table(change(pq.read_table(file)), file, store_schema=True)
+        seal(path)
 
     return damage
 
@@ -63,12 +59,14 @@ def padded(path):
     data = file.read_bytes()
     footer = 8 + int.from_bytes(data[-8:-4], "little")
     file.write_bytes(data[:-footer] + os.urandom(3 << 20) + data[-footer:])
+    seal(path)
 
 
 def long_footer(path):
     file = path / "tensors" / "tensors-0001-0000000000.parquet"
     data = file.read_bytes()
     file.write_bytes(data[:4] + b"\0" * (3 << 20) + (2 << 20).to_bytes(4, "little") + data[-4:])
+    seal(path)
 
 
 def replaced(table, name, values):
@@ -83,13 +81,23 @@ def info(**changes):
     return lambda path: edit_info(path, **changes)
 
 
-def roster(names):
-    return {
-        "names": names,
-        "shapes": [[1]] * len(names),
-        "dtypes": ["float32"] * len(names),
-        "kinds": ["grads"],
-    }
+def catalog(names, **changes):
+    rows = {"names": names, "shapes": [[1]] * len(names), "dtypes": ["float32"] * len(names)}
+    return make_catalog(1).to_dict() | rows | changes
+
+
+def schema(**changes):
+    """Change the schema of tensors in run.json."""
+    content = make_catalog(2).to_dict()
+    content["schemas"][0] |= changes
+    content["kinds"][0] |= {"schema": changes.get("name", "tensors")}
+    return info(catalog=content)
+
+
+def columns(**changes):
+    """Change the second column of the schema of tensors."""
+    content = make_catalog(2).to_dict()["schemas"][0]["columns"]
+    return schema(columns=[content[0], content[1] | changes, *content[2:]])
 
 
 def values(table, **changes):
@@ -102,6 +110,7 @@ def values(table, **changes):
         for name, value in changes.items():
             found[name] = value(found[name]) if callable(value) else [value] * len(rows)
         pq.write_table(pa.table(found, schema=rows.schema), file)
+        seal(path)
 
     return change
 
@@ -120,22 +129,43 @@ HOSTILE = {
         write_json(
             "findings.json",
             json.dumps(
-                [
-                    dict.fromkeys(("attempt", "rule", "kind", "tensor", "value", "threshold"), 0)
-                    | {"first_step": "x", "last_step": []}
-                ]
+                {
+                    "findings": [
+                        dict.fromkeys(("attempt", "rule", "kind", "tensor", "value", "threshold"), 0)
+                        | {"first_step": "x", "last_step": []}
+                    ],
+                    "digest": None,
+                }
             ),
         ),
         "findings.json has unexpected content",
     ),
-    "names": (info(roster=roster(["w", "w"])), r"run.json has unexpected content .*roster: names"),
-    "no kinds": (info(roster=roster(["w"]) | {"kinds": []}), r"unexpected content .*roster: kinds"),
-    "no grads": (info(roster=roster(["w"]) | {"kinds": ["weights"]}), r"content .*roster: kinds"),
-    "no lists": (info(roster=roster(["w"]) | {"dtypes": "f"}), r"unexpected content .*roster: lists"),
+    "names": (info(catalog=catalog(["w", "w"])), r"run.json has unexpected content .*catalog: names"),
+    "no kinds": (info(catalog=catalog(["w"], kinds=[])), r"unexpected content .*catalog: kinds"),
+    "other kinds": (info(catalog=catalog(["w"], kinds=["weights"])), r"unexpected content .*catalog: "),
+    "no lists": (info(catalog=catalog(["w"], dtypes="f")), r"unexpected content .*catalog: lists"),
+    **{
+        f"schema {name!r}": (
+            schema(name=name),
+            r"unexpected content .*catalog: schema .*: a name has letters",
+        )
+        for name in ("../other", "steps", "", "a/b", "x" * 100)
+    },
+    "columns without end": (columns(number=10**12), "catalog: number of columns"),
+    "column": (columns(name="step"), "catalog: schema 'tensors': no column may have the name step"),
+    "style": (columns(style="odd"), "catalog: column"),
+    "dtype": (schema(dtype="float16"), "catalog: KeyError"),
+    "storage": (schema(storage="odd"), "catalog: schema"),
+    "no columns": (schema(columns=[]), "catalog: "),
+    "other columns": (columns(name="other"), "catalog: kind grads is another one"),
+    "a kind of steps": (
+        info(catalog=catalog(["w"], kinds=[make_catalog(1).to_dict()["kinds"][0] | {"name": "total"}])),
+        "catalog: kind 'total': the table of steps has a column total_norm",
+    ),
     "attempt": (info(attempts=[{"attempt": 2**31 - 1}]), r"unexpected content \(attempts: "),
-    "no names": (info(roster=roster([[], 3])), r"run.json has unexpected content"),
+    "no names": (info(catalog=catalog([[], 3])), r"run.json has unexpected content"),
     "many tensors": (
-        info(roster=roster([f"w{i}" for i in range(90_000)])),
+        info(catalog=catalog([f"w{i}" for i in range(90_000)])),
         "360000 values of its steps and tensors would take 2 MiB, too many for",
     ),
     "files": (info(files=[1]), r"run.json has unexpected content \(files: \[1\]\)"),
@@ -183,35 +213,31 @@ HOSTILE = {
 
 
 EXPONENTS = {
-    "far bin": {"first_bin": 2**31 - 1},
-    "far bin, no counts": {"first_bin": 2**31 - 1, "counts": []},
-    "bin": {"first_bin": 957},
-    "negative bin": {"first_bin": -(2**31)},
-    "too many counts": {"first_bin": 0, "counts": [1] * 2000},
-    "null": {"counts": [1, None]},
-    "negative": {"counts": [3, -1]},
-    "large": {"counts": [2**53 + 1]},
-    "sums": {"counts": [2**63 - 1] * 4},
-    "zeros": {"n_zero": -1},
-    "infinities": {"n_inf": 2**63 - 1},
-    "nans": {"n_nan": -(2**63)},
+    "far column": {"positions": [2**31 - 1], "values": [1]},
+    "column": {"positions": [960], "values": [1]},
+    "negative column": {"positions": [-(2**31)], "values": [1]},
+    "order of columns": {"positions": [6, 5], "values": [1, 1]},
+    "a column twice": {"positions": [5, 5], "values": [1, 1]},
+    "too many values": {"positions": list(range(2000)), "values": [1] * 2000},
+    "fewer values": {"positions": [5, 6], "values": [1]},
+    "null": {"positions": [5, 6], "values": [1, None]},
+    "null column": {"positions": [5, None], "values": [1, 1]},
+    "negative": {"positions": [5, 6], "values": [3, -1]},
+    "large": {"positions": [5], "values": [2**53 + 1]},
+    "sums": {"positions": [5, 6, 7, 8], "values": [2**63 - 1] * 4},
     "order": {"step": lambda steps: steps[::-1]},
 }
 
 
 def with_exponents(path):
-    roster = make_roster(3, ("grads", "weights"))
+    catalog = make_catalog(3, ("grads", "weights", "grad_exponents", "weight_exponents"))
     sink = RunRecord(path, segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(roster, precision=2))
-    counts = torch.zeros(2, 3, NUM_EXPONENT_COLUMNS, dtype=torch.int64)
-    counts[:, :, 400:420], counts[:, 0, 0] = 3, 2
-    found = StepExponents(roster.kinds, roster.names, counts)
-    for record in make_records(roster, 6):
-        finding = Finding("dead", Severity.WARNING, 1, 2, "grads", roster.names[0], 1.0, 1.0, "m", "a")
-        sink.write([record if record.step % 2 else replace(record, exponents=found)], [finding])
+    sink.start(make_info(catalog, precision=2))
+    for record in make_records(catalog, 6, precision=2):
+        finding = Finding("dead", Severity.WARNING, 1, 2, "grads", catalog.names[0], 1.0, 1.0, "m", "a")
+        sink.write([record], [finding])
     sink.fault(Fault("exception", "boom", 5, None, [], []))
     sink.close()
-    as_without_digests(path)
     return path
 
 
@@ -226,7 +252,7 @@ def test_hostile_histograms_are_named_by_every_reader(change, tmp_path):
         lambda run: run.precision(),
         lambda run: contents([run]),
     ]
-    said = r"exponents-0001-0000000000.parquet cannot be read \(it(s steps do not ascend| has counts outside)"
+    said = r"exponents-0001-0000000000.parquet cannot be read \(it(s steps do not ascend| has values outside)"
     before = pa.total_allocated_bytes()
     for reader in readers:
         with pytest.raises(RunError, match=said):
@@ -256,7 +282,8 @@ TENSORS = {
 @pytest.mark.parametrize(("kind", "changes", "name"), TENSORS.values(), ids=TENSORS.keys())
 def test_a_number_that_no_tensor_has_is_refused_by_every_reader(kind, changes, name, tmp_path, capsys):
     path = with_all_kinds(tmp_path / "run")
-    (file,) = (path / "tensors").glob("*.parquet")
+    table = KINDS[kind].schema.name
+    (file,) = (path / table).glob("*.parquet")
     kinds = pq.read_table(file)["kind"].to_pylist()
     # in one row
     place = kinds.index(kind)
@@ -264,9 +291,12 @@ def test_a_number_that_no_tensor_has_is_refused_by_every_reader(kind, changes, n
         column: lambda found, value=value: [*found[:place], value, *found[place + 1 :]]
         for column, value in changes.items()
     }
-    values("tensors", **put)(path)
-    said = f"tensors-0001-0000000000.parquet cannot be read .column {name} has"
-    readers = [lambda run: run.tensors(), lambda run: run.tensors(columns=list({"numel", "norm", name}))]
+    values(table, **put)(path)
+    said = f"{table}-0001-0000000000.parquet cannot be read .column {name} has"
+    readers = [
+        lambda run: run.table(table),
+        lambda run: run.table(table, columns=list({"numel", "norm", name})),
+    ]
     # records do without the norm
     readers += [lambda run: list(run.records())] * (name != "norm")
     for reader in readers:
@@ -298,7 +328,6 @@ def with_all_kinds(path):
             monitor.record(inv_scale=torch.tensor(scale))
             optimizer.step()  # by 0
             monitor.advance(loss=1.0)
-    as_without_digests(path)
     return path
 
 
@@ -315,7 +344,6 @@ def test_numbers_that_are_not_finite_in_a_run_are_read(tmp_path):
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_magnitude_that_is_not_finite_is_shown(tmp_path, name, value):
     path = write_run(tmp_path / "run", 2, 4)
-    as_without_digests(path)
     values("tensors", **{name: value})(path)
     assert document(*contents([read_run(path)]))
 
@@ -329,16 +357,19 @@ JSON = [
         ("run.json", (key,))
         for key in ("version", "created", "model", "device", "versions", "every", "ranks")
     ],
+    *[("run.json", (key,)) for key in ("catalog", "thresholds", "attempts", "closed", "files")],
+    *[("run.json", ("catalog", key)) for key in ("names", "shapes", "dtypes", "taps", "kinds", "schemas")],
+    *[("run.json", ("catalog", key, 0)) for key in ("names", "shapes", "dtypes", "kinds", "schemas")],
+    *[("run.json", ("catalog", "kinds", 0, key)) for key in ("name", "schema", "rows", "order", "option")],
     *[
-        ("run.json", (key,))
-        for key in ("roster", "thresholds", "attempts", "digests_from", "closed", "files")
+        ("run.json", ("catalog", "schemas", 0, key))
+        for key in ("name", "columns", "dtype", "flags", "storage")
     ],
-    *[("run.json", ("roster", key)) for key in ("names", "shapes", "dtypes", "kinds")],
     *[
-        ("run.json", ("roster", "shapes", 0)),
-        ("run.json", ("roster", "names", 0)),
-        ("run.json", ("attempts", 0)),
+        ("run.json", ("catalog", "schemas", 0, "columns", 1, key))
+        for key in ("name", "merge", "style", "unit", "signed", "number")
     ],
+    ("run.json", ("attempts", 0)),
     *[
         ("run.json", ("attempts", 0, key))
         for key in ("attempt", "first_step", "started", "ended", "lost", "wrote")
@@ -397,7 +428,7 @@ def test_odd_values_in_json_are_refused_or_shown(name, place, tmp_path, capsys):
         change_json(path / name, place, value)
         show_everything(path, capsys)
         with suppress(RunError):
-            write_run(path, 3, 2, kinds=("grads", "weights"), first=6)
+            write_run(path, 3, 2, kinds=("grads", "weights", "grad_exponents", "weight_exponents"), first=6)
         shutil.rmtree(path)
 
 
@@ -409,6 +440,8 @@ NUMBERS = {
     "nulls of a step": ("steps", {"n_nan": None, "numel": None, "total_norm": None}),
     "names of scalars": ("steps", {"scalars": [("\x1b[31m", 1.0), ("", math.nan), ("", 2.0)]}),
     "attempt": ("steps", {"attempt": -5}),
+    "kinds of a step": ("steps", {"kinds": ["other", "grads", "grads", None]}),
+    "no kinds of a step": ("steps", {"kinds": []}),
     "elements": ("tensors", {"numel": 2**63 - 1, "n_zero": -(2**63), "n_nan": 2**63 - 1}),
     "sums": ("tensors", {"sumsq": -1e300, "abs_max": -math.inf, "norm": math.nan}),
     "flags": ("tensors", {"flags": 2**31 - 1}),
@@ -440,7 +473,7 @@ def read_everything(path):
 
 @pytest.mark.parametrize(("damage", "said"), HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_file_is_named_in_one_line(path, damage, said, monkeypatch):
-    monkeypatch.setattr(tables, "_LARGEST", 1 << 20)
+    monkeypatch.setattr(parquet, "_LARGEST", 1 << 20)
     monkeypatch.setattr(segments, "_LARGEST", 1 << 20)
     damage(path)
     before = pa.total_allocated_bytes()

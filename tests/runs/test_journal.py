@@ -11,40 +11,45 @@ import struct
 import threading
 import time
 import zlib
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from conftest import PROFILE
-from gradiometer.columns import NUM_COLUMNS
-from gradiometer.recorder.step_record import StepRecord
+from gradiometer.columns import TENSORS
+from gradiometer.recorder import StepRecord
 from gradiometer.runs import journal, open_segment, verify
 from gradiometer.runs.files import RunError
 from gradiometer.runs.format import list_segments
+from gradiometer.runs.frames import frame
 from gradiometer.runs.journal import Journal, JournalWriter, journal_path, list_journals, read_journal
 from gradiometer.runs.reader import read_run
 from gradiometer.runs.writer import RunRecord
-from support.synthetic_run import fail_writes, make_info, make_records, make_roster, write_run
+from support.synthetic_run import (
+    fail_writes,
+    make_catalog,
+    make_info,
+    make_records,
+    make_table,
+    same_bits,
+    write_run,
+)
 
 pytest.importorskip("pyarrow")
 DEEP = PROFILE == "deep"
-ROSTER = make_roster(3, ("grads", "weights"))
+CATALOG = make_catalog(3, ("grads", "weights"))
 
 
-def opened(path, first=0, roster=ROSTER, **options):
+def opened(path, first=0, catalog=CATALOG, **options):
     sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
-    sink.start(make_info(roster, first))
+    sink.start(make_info(catalog, first))
     return sink
 
 
-def bits(record):
-    values = None if record.values is None else record.values.view(torch.int64).tolist()
-    return record.step, record.time, record.skipped, repr(dict(record.scalars)), values
-
-
-def all_bits(records):
-    return [bits(record) for record in records]
+def same(ones, others):
+    return len(ones := list(ones)) == len(others := list(others)) and all(map(same_bits, ones, others))
 
 
 def steps_of(path):
@@ -52,42 +57,46 @@ def steps_of(path):
 
 
 def odd_records():
-    values = torch.randn(2, 3, NUM_COLUMNS + 1, dtype=torch.float64)
-    values[0, 0] = torch.tensor([0.0, -0.0, 5e-324, 1.7e308, math.inf, -math.inf, math.nan, 1.0, 31.0])
+    values = torch.randn(2, 3, TENSORS.width, dtype=torch.float64)
+    values[0, 0] = torch.tensor([0.0, -0.0, 5e-324, 1.7e308, math.inf, -math.inf, math.nan, 1.0])
+    flags = torch.tensor([[31, 0, 1], [2, 4, 8]], dtype=torch.int32)
+    bits = torch.tensor([[-1, 0, 0], [1, 2**63 - 1, -(2**63)], [0, 0, 0]])
+
+    def tables(values, fingerprints=None):
+        return {
+            kind: make_table(CATALOG, values[i], kind, flags=flags[i], fingerprints=fingerprints)
+            for i, kind in enumerate(CATALOG.kinds)
+        }
+
+    strided = values.transpose(0, 1).contiguous().transpose(0, 1)
     scalars = {"loss": math.nan, "lr": -math.inf, "tokens/s": 1e300, "": 0.1, "é\n\ud800": 3.0}
-    yield StepRecord(0, 1.5, scalars, ROSTER, values)
-    yield StepRecord(3, math.inf, {}, ROSTER, values.transpose(0, 1).contiguous().transpose(0, 1))
-    yield StepRecord(2**53 + 1, 0.1, {}, ROSTER, None, skipped=True)
-    yield StepRecord(2**63 - 1, 0.1, {}, ROSTER, values.flip(1))
+    yield StepRecord(0, 1.5, scalars, CATALOG, tables(values))
+    yield StepRecord(3, math.inf, {}, CATALOG, tables(strided, bits))
+    yield StepRecord(2**53 + 1, 0.1, {}, CATALOG, skipped=True)
+    yield StepRecord(2**63 - 1, 0.1, {}, CATALOG, {"weights": tables(values.flip(1))["weights"]})
 
 
 def test_what_is_read_is_what_was_appended_bit_by_bit(tmp_path):
     records = list(odd_records())
-    out = JournalWriter(tmp_path, 2, 0, ROSTER)
+    out = JournalWriter(tmp_path, 2, 0, CATALOG)
     out.append(records[:1])
     out.append(records[1:3])
     out.append(records[3:])
     found = read_journal(tmp_path, 2, 0)
-    assert found.roster == ROSTER
+    assert found.catalog == CATALOG
     assert found.error is None
-    escaped = StepRecord(
-        0,
-        1.5,
-        {k.replace("\ud800", "\\ud800"): v for k, v in records[0].scalars.items()},
-        ROSTER,
-        records[0].values,
-    )
-    assert all_bits(found.records) == all_bits([escaped, *records[1:]])
+    escaped = {k.replace("\ud800", "\\ud800"): v for k, v in records[0].scalars.items()}
+    assert same(found.records, [replace(records[0], scalars=escaped), *records[1:]])
     out.close(remove=True)
     assert read_journal(tmp_path, 2, 0) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_tensors_and_no_columns_are_steps_too(tmp_path):
-    roster = make_roster(0)
-    empty = torch.zeros(1, 0, NUM_COLUMNS + 1, dtype=torch.float64)
-    out = JournalWriter(tmp_path, 1, 5, roster)
-    out.append([StepRecord(5, 1.0, {}, roster, empty), StepRecord(6, 1.0, {}, roster, None)])
+    catalog = make_catalog(0)
+    tables = {"grads": make_table(catalog, torch.zeros(0, TENSORS.width, dtype=torch.float64))}
+    out = JournalWriter(tmp_path, 1, 5, catalog)
+    out.append([StepRecord(5, 1.0, {}, catalog, tables), StepRecord(6, 1.0, {}, catalog)])
     out.close(remove=False)
     found = read_journal(tmp_path, 1, 5)
     assert [(x.step, x.recorded) for x in found.records] == [(5, True), (6, False)]
@@ -97,13 +106,13 @@ def test_no_tensors_and_no_columns_are_steps_too(tmp_path):
 def whole(tmp_path_factory):
     """The bytes of a journal with four batches, its records, and where each batch ends."""
     path = tmp_path_factory.mktemp("journal")
-    records = list(make_records(ROSTER, 7, every=3, nonfinite_at=3))
-    out, ends = JournalWriter(path, 1, 0, ROSTER), []
+    records = list(make_records(CATALOG, 7, every=3, nonfinite_at=3))
+    out, ends = JournalWriter(path, 1, 0, CATALOG), []
     for begin, end in pairwise([0, 2, 3, 6, 7]):
         out.append(records[begin:end])
         ends.append((journal_path(path, 1, 0).stat().st_size, end))
     out.close(remove=False)
-    return journal_path(path, 1, 0).read_bytes(), all_bits(records), ends
+    return journal_path(path, 1, 0).read_bytes(), records, ends
 
 
 def reread(path, data):
@@ -117,12 +126,12 @@ def test_of_a_journal_that_was_cut_off_all_whole_batches_are_read(tmp_path, whol
         found = reread(tmp_path, data[:size])
         left = max([n for end, n in ends if end <= size], default=0)
         assert found.error is None
-        assert all_bits(found.records) == records[:left]
+        assert same(found.records, records[:left])
         # a power failure may leave zeros
         if size in {0, *(end for end, _ in ends)}:
             found = reread(tmp_path, data[:size] + bytes(5000))
             assert found.error is None
-            assert all_bits(found.records) == records[:left]
+            assert same(found.records, records[:left])
 
 
 def test_every_changed_byte_is_noticed_and_the_steps_before_it_are_kept(tmp_path, whole):
@@ -134,7 +143,7 @@ def test_every_changed_byte_is_noticed_and_the_steps_before_it_are_kept(tmp_path
         found = reread(tmp_path, changed)
         assert found.error is not None, place
         left = max([n for end, n in ends if end <= place], default=0)
-        assert all_bits(found.records) == records[:left]
+        assert same(found.records, records[:left])
 
 
 def test_batches_in_another_order_or_of_another_journal_are_noticed(tmp_path, whole):
@@ -144,27 +153,33 @@ def test_batches_in_another_order_or_of_another_journal_are_noticed(tmp_path, wh
     for order in ([0, 2, 1, 3], [0, 1, 1, 2, 3], [0, 1, 3], [1, 2, 3], [0, 1, 2, 3, 3]):
         found = reread(tmp_path, b"".join([parts[i] for i in order]))
         assert found.error is not None, order
-        assert all_bits(found.records) == records[: len(found.records)]
+        assert same(found.records, records[: len(found.records)])
     journal_path(tmp_path, 2, 9).write_bytes(data)
     found = read_journal(tmp_path, 2, 9)
     assert found.records == []
     assert "its content is that of journal-0001-0000000000.bin" in str(found.error)
 
 
-HEAD = {"attempt": 1, "first_step": 0, "columns": list(journal._COLUMNS), **vars(make_roster(1))}
-STEP = [0, 1.0, False, False, {}]
+HEAD = {"attempt": 1, "first_step": 0, "catalog": make_catalog(1, ("grads", "grad_exponents")).to_dict()}
+OTHER = HEAD["catalog"] | {"names": ["a", "a"], "shapes": [[], []], "dtypes": ["", ""]}
+STEP = [0, 1.0, False, {}, []]
+GRADS = bytes(8 * (TENSORS.width + 1))
+
+
+def counts(positions, values):
+    return torch.tensor([*positions, *values]).numpy().tobytes()
 
 
 @pytest.mark.parametrize(
-    ("said", "numbers"),
+    ("entries", "numbers"),
     [
         ([{}], b""),
         ([None], b""),
         ([[]], b""),
-        ([HEAD | {"columns": ["numel"]}], b""),
-        ([HEAD | {"columns": None}], b""),
-        ([HEAD | {"names": ["a", "a"], "shapes": [[], []], "dtypes": ["", ""]}], b""),
-        ([HEAD | {"shapes": 3}], b""),
+        ([HEAD | {"catalog": {}}], b""),
+        ([HEAD | {"catalog": None}], b""),
+        ([HEAD | {"catalog": OTHER}], b""),
+        ([HEAD | {"catalog": HEAD["catalog"] | {"shapes": 3}}], b""),
         ([HEAD | {"attempt": "1"}], b""),
         ([HEAD, 5], b""),
         ([HEAD, {"a": 1}], b""),
@@ -178,22 +193,45 @@ STEP = [0, 1.0, False, False, {}]
         ([HEAD, [[10**30, *STEP[1:]]]], b""),
         ([HEAD, [STEP, STEP]], b""),
         ([HEAD, [STEP], [STEP]], b""),
-        ([HEAD, [[0, None, False, False, {}]]], b""),
-        ([HEAD, [[0, 1.0, False, False, []]]], b""),
-        ([HEAD, [[0, 1.0, False, False, {"loss": "much"}]]], b""),
-        ([HEAD, [[0, 1.0, False, False, {"loss": {}}]]], b""),
-        ([HEAD, [[0, 1.0, True, False, {}]]], b""),
-        ([HEAD, [[0, 1.0, True, False, {}]]], bytes(8 * (NUM_COLUMNS + 1) - 1)),
-        ([HEAD, [[0, 1.0, 2, False, {}]]], bytes(8 * 2 * (NUM_COLUMNS + 1))),
+        ([HEAD, [[0, None, False, {}, []]]], b""),
+        ([HEAD, [[0, 1.0, False, [], []]]], b""),
+        ([HEAD, [[0, 1.0, False, {"loss": "much"}, []]]], b""),
+        ([HEAD, [[0, 1.0, False, {"loss": {}}, []]]], b""),
         ([HEAD, [STEP]], bytes(8)),
         ([HEAD, eval("[" * 60 + "]" * 60)], b""),  # noqa: S307
+        *[
+            ([HEAD, [[0, 1.0, False, {}, tables]]], numbers)
+            for tables, numbers in [
+                (3, b""),
+                (["grads"], b""),
+                ([["grads", 1, False]], b""),
+                ([["grads", 1, False]], GRADS[1:]),
+                ([["grads", 1, True]], GRADS),
+                ([["grads", 2, False]], 2 * GRADS),
+                ([["grads", True, False]], GRADS),
+                ([["grads", 1, False]] * 2, 2 * GRADS),
+                ([["other", 1, False]], GRADS),
+                ([[["grads"], 1, False]], GRADS),
+                ([["grad_exponents", 1]], counts([5], [1])),
+                ([["grad_exponents", -1, False]], b""),
+                ([["grad_exponents", 10**12, False]], counts([5], [1])),
+                ([["grad_exponents", 2, False]], counts([5], [1])),
+                ([["grad_exponents", 2, False]], counts([5, 5], [1, 1])),
+                ([["grad_exponents", 2, False]], counts([-1, 3], [1, 1])),
+                ([["grad_exponents", 2, False]], counts([5, 960], [1, 1])),
+                ([["grad_exponents", 2, False]], counts([5, 6], [1, 0])),
+                ([["grad_exponents", 2, False]], counts([5, 6], [1, 2**53 + 1])),
+                # differences that wrap around to positive ones
+                ([["grad_exponents", 5, False]], counts([0, 2**62, -(2**63), -(2**62), 5], [1] * 5)),
+            ]
+        ],
     ],
 )
-def test_content_that_is_no_journal_is_refused_though_its_digest_is_right(tmp_path, said, numbers):
+def test_content_that_is_no_journal_is_refused_though_its_digest_is_right(tmp_path, entries, numbers):
     data, digest = b"", b""
-    for i, value in enumerate(said):
-        last = i == len(said) - 1
-        parts, digest = journal._frame(value, [memory(numbers)] if last and numbers else [], digest)
+    for i, value in enumerate(entries):
+        last = i == len(entries) - 1
+        parts, digest = frame(value, [memory(numbers)] if last and numbers else [], digest)
         data += b"".join(bytes(part) for part in parts)
     found = reread(tmp_path, data)
     assert isinstance(found.error, RunError)
@@ -226,7 +264,7 @@ def test_a_batch_that_claims_more_than_the_file_has_takes_no_memory(tmp_path):
 
 
 def test_the_steps_of_a_killed_process_are_read_and_get_into_parquet_files(tmp_path):
-    records = list(make_records(ROSTER, 14, every=2, nonfinite_at=12))
+    records = list(make_records(CATALOG, 14, every=2, nonfinite_at=12))
     sink = opened(tmp_path, segment_steps=10)
     for record in records:
         sink.write([record], [])
@@ -235,7 +273,7 @@ def test_the_steps_of_a_killed_process_are_read_and_get_into_parquet_files(tmp_p
 
     def read():
         run = read_run(tmp_path)
-        assert all_bits(run.records()) == all_bits(records)
+        assert same(run.records(), records)
         assert run.tensors(
             first=9, last=12, kind="weights", names="blocks.0.bias", columns=["step"]
         ).to_pydict() == {"step": [10, 12]}
@@ -253,67 +291,67 @@ def test_the_steps_of_a_killed_process_are_read_and_get_into_parquet_files(tmp_p
 
 
 def test_an_attempt_that_has_only_a_journal_supersedes_and_is_superseded(tmp_path):
-    write_run(tmp_path, 3, 20, kinds=ROSTER.kinds, segment_steps=8)
-    second = list(make_records(ROSTER, 6, first=9, seed=1))
+    write_run(tmp_path, 3, 20, kinds=CATALOG.kinds, segment_steps=8)
+    second = list(make_records(CATALOG, 6, first=9, seed=1))
     sink = opened(tmp_path, first=9)
     sink.write(second, [])
     sink._free()
     run = read_run(tmp_path)
     assert run.steps["attempt"].to_pylist() == [1] * 9 + [2] * 6
-    assert all_bits(run.records(9)) == all_bits(second)
-    third = list(make_records(ROSTER, 2, first=12, seed=2))
+    assert same(run.records(9), second)
+    third = list(make_records(CATALOG, 2, first=12, seed=2))
     sink = opened(tmp_path, first=12)
     sink.write(third, [])
     run = read_run(tmp_path)
     assert run.steps["attempt"].to_pylist() == [1] * 9 + [2] * 3 + [3] * 2
-    assert all_bits(run.records(9)) == all_bits([*second[:3], *third])
+    assert same(run.records(9), [*second[:3], *third])
     sink.close()
-    assert all_bits(read_run(tmp_path).records(9)) == all_bits([*second[:3], *third])
+    assert same(read_run(tmp_path).records(9), [*second[:3], *third])
 
 
 def test_a_process_killed_between_parquet_and_journal_leaves_no_step_twice(tmp_path, monkeypatch):
-    records = list(make_records(ROSTER, 12))
+    records = list(make_records(CATALOG, 12))
     sink = opened(tmp_path, segment_steps=10)
     sink.write(records[:4], [])
     monkeypatch.setattr(JournalWriter, "close", lambda *_, **__: None)
     sink._flush(now=True)
     assert list(list_journals(tmp_path)) == list(list_segments(tmp_path)) == [(1, 0)]
-    assert all_bits(read_run(tmp_path).records()) == all_bits(records[:4])
+    assert same(read_run(tmp_path).records(), records[:4])
     # it was not killed, but could not remove the journal
     sink.write(records[4:7], [])
     assert list(list_journals(tmp_path)) == [(1, 0), (1, 4)]
-    assert all_bits(read_run(tmp_path).records()) == all_bits(records[:7])
+    assert same(read_run(tmp_path).records(), records[:7])
     sink.write(records[7:], [])
-    assert all_bits(read_run(tmp_path).records()) == all_bits(records)
+    assert same(read_run(tmp_path).records(), records)
     assert verify(tmp_path).whole
     sink._free()
     opened(tmp_path, first=12).close()
-    assert all_bits(read_run(tmp_path).records()) == all_bits(records)
-    assert sum(x.values is not None for x in read_run(tmp_path).records()) == 12
+    assert same(read_run(tmp_path).records(), records)
+    assert sum(x.recorded for x in read_run(tmp_path).records()) == 12
     assert list_journals(tmp_path) == {}
 
 
 def test_a_journal_that_was_removed_is_made_again(tmp_path, monkeypatch):
-    records = list(make_records(ROSTER, 9))
+    records = list(make_records(CATALOG, 9))
     sink = opened(tmp_path)
     sink.write(records[:4], [])
     journal_path(tmp_path, 1, 0).unlink()
     sink.write(records[4:6], [])
-    assert all_bits(read_run(tmp_path).records()) == all_bits(records[:6])
+    assert same(read_run(tmp_path).records(), records[:6])
     # when the rows of its steps are made, these are all that is left
     monkeypatch.setattr(open_segment, "_BATCH", 1)
     sink.write(records[6:7], [])
     remove_journals(tmp_path)
     sink.write(records[7:8], [])
-    assert all_bits(read_run(tmp_path).records()) == all_bits(records[:8])
+    assert same(read_run(tmp_path).records(), records[:8])
     sink.write(records[8:], [])
     sink.close()
-    assert all_bits(read_run(tmp_path).records()) == all_bits(records)
+    assert same(read_run(tmp_path).records(), records)
     assert sink.lost == 0
 
 
 def test_steps_that_only_the_journal_could_take_stay_in_it(tmp_path, monkeypatch):
-    records = list(make_records(ROSTER, 60))
+    records = list(make_records(CATALOG, 60))
 
     def check(path):
         if path.parent.name == "tensors":
@@ -340,7 +378,7 @@ def test_steps_that_only_the_journal_could_take_stay_in_it(tmp_path, monkeypatch
     assert found[: len(in_journal)] == in_journal
     assert found[-39:] == list(range(21, 60))
     assert sink.lost == 60 - len(found)
-    assert all_bits(read_run(tmp_path).records()) == all_bits([records[step] for step in found])
+    assert same(read_run(tmp_path).records(), [records[step] for step in found])
     opened(tmp_path, first=60).close()
     assert list_journals(tmp_path) == {}
     assert steps_of(tmp_path) == found
@@ -348,7 +386,7 @@ def test_steps_that_only_the_journal_could_take_stay_in_it(tmp_path, monkeypatch
 
 
 def test_a_damaged_journal_is_kept_and_the_run_goes_on_with_the_steps_before_the_damage(tmp_path, caplog):
-    records = list(make_records(ROSTER, 6))
+    records = list(make_records(CATALOG, 6))
     sink = opened(tmp_path)
     for record in records:
         sink.write([record], [])
@@ -361,15 +399,15 @@ def test_a_damaged_journal_is_kept_and_the_run_goes_on_with_the_steps_before_the
         read_run(tmp_path)
     left = read_run(tmp_path, skip_damaged=True)
     assert list(left.damaged) == [path.name]
-    assert all_bits(left.records()) == all_bits(records[:5])
+    assert same(left.records(), records[:5])
     opened(tmp_path, first=5).close()
     assert "It is now damaged-journal-0001-0000000000.bin" in caplog.text
     assert (tmp_path / "damaged-journal-0001-0000000000.bin").read_bytes() == data
-    assert all_bits(read_run(tmp_path).records()) == all_bits(records[:5])
+    assert same(read_run(tmp_path).records(), records[:5])
 
 
 def test_a_journal_beside_a_damaged_parquet_file_stays_where_it_is(tmp_path):
-    records = list(make_records(ROSTER, 9))
+    records = list(make_records(CATALOG, 9))
     sink = opened(tmp_path)
     sink.write(records[:5], [])
     sink._flush(now=True)
@@ -394,7 +432,7 @@ def test_no_link_is_followed(tmp_path):
     (tmp_path / "run").mkdir()
     sink = opened(tmp_path / "run")
     journal_path(tmp_path / "run", 1, 0).symlink_to(outside)
-    sink.write(list(make_records(ROSTER, 2)), [])
+    sink.write(list(make_records(CATALOG, 2)), [])
     assert outside.read_text() == "mine"
     assert steps_of(tmp_path / "run") == [0, 1]
     sink.close()
@@ -402,9 +440,9 @@ def test_no_link_is_followed(tmp_path):
 
 @pytest.mark.parametrize("seconds", [0.005, 0.05])
 def test_who_reads_while_the_run_goes_on_sees_every_step_once(tmp_path, seconds):
-    roster = make_roster(4)
-    sink = opened(tmp_path, roster=roster, segment_steps=40, segment_seconds=seconds)
-    records = list(make_records(roster, 1500 if DEEP else 400))
+    catalog = make_catalog(4)
+    sink = opened(tmp_path, catalog=catalog, segment_steps=40, segment_seconds=seconds)
+    records = list(make_records(catalog, 1500 if DEEP else 400))
     written = [0]
 
     def write():
@@ -431,7 +469,7 @@ def test_who_reads_while_the_run_goes_on_sees_every_step_once(tmp_path, seconds)
             assert fresh.tensors(columns=["step"]).num_rows == 4 * fresh.steps.num_rows
     thread.join()
     run.refresh()
-    assert all_bits(run.records()) == all_bits(records)
+    assert same(run.records(), records)
 
 
 # when the disk fails
@@ -471,11 +509,11 @@ def close(sink):
 
 
 def test_while_parquet_files_cannot_be_written_the_journal_has_every_step(tmp_path, full):
-    records = list(make_records(ROSTER, 20))
+    records = list(make_records(CATALOG, 20))
     sink = opened(tmp_path, segment_steps=5, segment_seconds=10.0)
     full.add("tensors")
     assert write_each(sink, records[:19])
-    assert all_bits(read_run(tmp_path).records()) == all_bits(records[:19])
+    assert same(read_run(tmp_path).records(), records[:19])
     # going back to a checkpoint, and the end
     assert write_each(sink, [records[18]])
     close(sink)
@@ -486,7 +524,7 @@ def test_while_parquet_files_cannot_be_written_the_journal_has_every_step(tmp_pa
 def test_a_journal_that_failed_goes_on_when_its_disk_works_again(tmp_path, full, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    records = list(make_records(ROSTER, 8))
+    records = list(make_records(CATALOG, 8))
     sink = opened(tmp_path, segment_seconds=0.001)
     full.update(("tensors", "journal"))
     for record in records[:5]:
@@ -496,7 +534,7 @@ def test_a_journal_that_failed_goes_on_when_its_disk_works_again(tmp_path, full,
     full.remove("journal")
     now[0] += 100
     write_each(sink, records[5:])
-    assert all_bits(read_run(tmp_path).records()) == all_bits(records)
+    assert same(read_run(tmp_path).records(), records)
 
 
 def test_parquet_files_are_written_though_the_journal_fails(tmp_path, full, monkeypatch):
@@ -504,7 +542,7 @@ def test_parquet_files_are_written_though_the_journal_fails(tmp_path, full, monk
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     sink = opened(tmp_path, segment_seconds=10.0)
     full.add("journal")
-    for record in make_records(ROSTER, 6):
+    for record in make_records(CATALOG, 6):
         now[0] += 100
         assert write_each(sink, [record]) <= 1
     assert steps_of(tmp_path) == list(range(6))
@@ -580,7 +618,7 @@ def no_folder_of_tensors_and_no_space(tmp_path, sink, records, full):
 )
 def test_lost_are_the_steps_that_are_not_on_disk(tmp_path, full, happens, lost):
     run_dir = tmp_path / "run"
-    records = list(make_records(ROSTER, 60))
+    records = list(make_records(CATALOG, 60))
     size = 10 if happens in {removed_while_memory_was_full, no_folder_of_tensors} else 1000
     sink = opened(run_dir, segment_steps=size)
     happens(run_dir, sink, records, full)
@@ -588,11 +626,11 @@ def test_lost_are_the_steps_that_are_not_on_disk(tmp_path, full, happens, lost):
     assert sink.lost == expected
     assert happens is removed_and_gone_back or sink.lost == lost_of(run_dir, 60)
     found = list(read_run(run_dir).records())
-    assert all_bits(found) == all_bits([records[record.step] for record in found])
+    assert same(found, [records[record.step] for record in found])
 
 
 def test_a_journal_that_cannot_be_read_for_now_is_left_for_the_next_attempt(tmp_path, monkeypatch):
-    records = list(make_records(ROSTER, 5))
+    records = list(make_records(CATALOG, 5))
     sink = opened(tmp_path)
     sink.write(records, [])
     sink._free()
@@ -603,16 +641,16 @@ def test_a_journal_that_cannot_be_read_for_now_is_left_for_the_next_attempt(tmp_
 
         patch.setattr(journal, "open_file", fail)
         opened(tmp_path, first=5).close()
-    assert all_bits(read_run(tmp_path).records()) == all_bits(records)
+    assert same(read_run(tmp_path).records(), records)
     opened(tmp_path, first=5).close()
     assert list_journals(tmp_path) == {}
-    assert all_bits(read_run(tmp_path).records()) == all_bits(records)
+    assert same(read_run(tmp_path).records(), records)
 
 
 def test_a_damaged_journal_does_not_bring_superseded_steps_back(tmp_path):
-    write_run(tmp_path, 3, 20, kinds=ROSTER.kinds)
+    write_run(tmp_path, 3, 20, kinds=CATALOG.kinds)
     sink = opened(tmp_path, first=5)
-    sink.write(list(make_records(ROSTER, 8, first=5, seed=1)), [])
+    sink.write(list(make_records(CATALOG, 8, first=5, seed=1)), [])
     sink._free()
     path = journal_path(tmp_path, 2, 5)
     data = bytearray(path.read_bytes())
@@ -620,14 +658,14 @@ def test_a_damaged_journal_does_not_bring_superseded_steps_back(tmp_path):
     path.write_bytes(data)
     assert read_run(tmp_path, skip_damaged=True).steps["step"].to_pylist() == [*range(5)]
     sink = opened(tmp_path, first=10)
-    sink.write(list(make_records(ROSTER, 3, first=10, seed=2)), [])
+    sink.write(list(make_records(CATALOG, 3, first=10, seed=2)), [])
     sink.close()
     assert steps_of(tmp_path) == [*range(5), 10, 11, 12]
 
 
 def test_special_files_in_place_of_a_journal_stop_neither_readers_nor_the_next_attempt(tmp_path):
     for i, make in enumerate((lambda p: p.mkdir(), lambda p: p.symlink_to(p.name), os.mkfifo)):
-        run_dir = write_run(tmp_path / str(i), 3, 4, kinds=ROSTER.kinds)
+        run_dir = write_run(tmp_path / str(i), 3, 4, kinds=CATALOG.kinds)
         make(journal_path(run_dir, 1, 4))
         (run_dir / "damaged-journal-0001-0000000004.bin").mkdir()
         with pytest.raises(RunError, match="journal-0001-0000000004"):
@@ -652,11 +690,11 @@ def test_a_file_with_terabytes_of_holes_is_refused(tmp_path):
 
 
 def test_many_small_steps_take_no_more_than_a_small_multiple_of_the_file(tmp_path):
-    roster = make_roster(0)
-    values = torch.zeros(1, 0, NUM_COLUMNS + 1, dtype=torch.float64)
-    out = JournalWriter(tmp_path, 1, 0, roster)
-    out.append([StepRecord(step, 1.0, {}, roster, values) for step in range(20_000)])
+    catalog = make_catalog(0)
+    tables = {"grads": make_table(catalog, torch.zeros(0, TENSORS.width, dtype=torch.float64))}
+    out = JournalWriter(tmp_path, 1, 0, catalog)
+    out.append([StepRecord(step, 1.0, {}, catalog, tables) for step in range(20_000)])
     found = read_journal(tmp_path, 1, 0)
     assert len(found.records) == 20_000
-    assert len({id(record.values) for record in found.records}) == 1
+    assert len({id(record.tables["grads"]) for record in found.records}) == 1
     out.close(remove=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -11,23 +12,26 @@ import pytest
 import torch
 
 import gradiometer as gm
-from gradiometer.columns import COLUMN_NAMES, Thresholds, derived
-from gradiometer.recorder.step_record import StepRecord
+from gradiometer.columns import ACTIVATIONS, EXPONENTS, PAIRS, TENSORS, Thresholds
+from gradiometer.recorder import StepRecord
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import format as run_format
 from gradiometer.runs import segments
 from gradiometer.runs.digest import Claims, with_claims
-from gradiometer.runs.format import arrow_schema
-from gradiometer.runs.parquet import tensors_table, to_parquet
-from gradiometer.runs.reader import RunError, read_run
+from gradiometer.runs.files import RunError
+from gradiometer.runs.format import arrow_schema, fields_of
+from gradiometer.runs.parquet import to_parquet
+from gradiometer.runs.reader import read_run
+from gradiometer.runs.schema_table import schema_table
 from gradiometer.runs.writer import RunRecord
 from support.pages import code_of, text
 from support.synthetic_run import (
-    as_without_digests,
     edit_info,
+    make_catalog,
     make_info,
     make_records,
-    make_roster,
+    make_table,
+    seal,
     write_run,
 )
 
@@ -50,7 +54,7 @@ def own(path, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["grads", "weights"])
-@pytest.mark.parametrize("statistic", [*COLUMN_NAMES, *derived.DERIVED, "flags"])
+@pytest.mark.parametrize("statistic", [*TENSORS.names, "flags"])
 def test_a_matrix_holds_what_the_records_say(path, statistic, kind):
     run = read_run(path)
     steps, matrix = run.matrix(statistic, kind)
@@ -62,13 +66,14 @@ def test_a_matrix_holds_what_the_records_say(path, statistic, kind):
 
 
 def test_a_matrix_is_nan_where_nothing_was_measured_or_the_norm_is(tmp_path):
-    roster = make_roster(3)
-    values = next(make_records(roster, 1, nonfinite_at=0)).values.clone()
-    values[:, 2] = 0.0
+    catalog = make_catalog(3)
+    values = next(make_records(catalog, 1, nonfinite_at=0)).columns().clone()
+    values[2] = 0.0
+    tables = [{"grads": make_table(catalog, x)} for x in (values, torch.zeros_like(values))]
     sink = RunRecord(tmp_path, fsync=False)
-    sink.start(make_info(roster))
-    sink.write([StepRecord(4, 0.0, {}, roster, values), StepRecord(5, 0.0, {}, roster, None)], [])
-    sink.write([StepRecord(6, 0.0, {}, roster, torch.zeros_like(values))], [])
+    sink.start(make_info(catalog))
+    sink.write([StepRecord(4, 0.0, {}, catalog, tables[0]), StepRecord(5, 0.0, {}, catalog)], [])
+    sink.write([StepRecord(6, 0.0, {}, catalog, tables[1])], [])
     sink.close()
     run = read_run(tmp_path)
     assert repr(run.matrix("norm")[1].tolist()) == "[[nan, inf, nan], [nan, nan, nan]]"
@@ -97,9 +102,11 @@ def test_a_range_of_steps_is_read_whichever_segments_it_is_in(path, first, last)
 def test_rows_of_tensors_are_in_order_and_picked_by_kind_name_and_column(path):
     run = read_run(path)
     everything = run.tensors()
-    assert everything.schema.equals(arrow_schema(run_format.TENSORS))
+    assert everything.schema.equals(arrow_schema(fields_of(TENSORS)))
     places = [(row["step"], row["kind"], row["name"]) for row in everything.to_pylist()]
-    assert places == [(s, k, n) for s in range(0, 50, 2) for k in run.roster.kinds for n in run.roster.names]
+    assert places == [
+        (s, k, n) for s in range(0, 50, 2) for k in run.catalog.kinds for n in run.catalog.names
+    ]
     some = run.tensors(columns=["norm", "name"], kind="weights", names=["blocks.1.bias", "blocks.0.weight"])
     assert some.column_names == ["norm", "name"]
     assert some["name"].to_pylist() == ["blocks.0.weight", "blocks.1.bias"] * 25
@@ -110,7 +117,7 @@ def test_rows_of_tensors_are_in_order_and_picked_by_kind_name_and_column(path):
 
 def test_one_name_may_be_given_alone(path):
     run = read_run(path)
-    name = run.roster.names[0]
+    name = run.catalog.names[0]
     alone = run.tensors(names=name, columns=["step", "name"])
     assert alone.equals(run.tensors(names=[name], columns=["step", "name"]))
     assert alone.num_rows > 0
@@ -122,7 +129,9 @@ def test_several_matrices_are_those_of_one_each(path, monkeypatch):
     ones = {name: run.matrix(name, first=3, last=40) for name in wanted}
     read = []
     real = segments.read_table
-    monkeypatch.setattr(segments, "read_table", lambda *args: (read.append(args[0]), real(*args))[1])
+    monkeypatch.setattr(
+        segments, "read_table", lambda path, *rest, **more: (read.append(path), real(path, *rest, **more))[1]
+    )
     steps, found = run.matrices(wanted, first=3, last=40)
     assert list(found) == wanted
     for name, (own_steps, values) in ones.items():
@@ -163,10 +172,10 @@ def test_a_run_of_no_steps_is_empty(tmp_path):
 
 
 def test_thresholds_come_back(tmp_path):
-    roster = make_roster(1)
+    catalog = make_catalog(1)
     for thresholds in (Thresholds(0.5, 2.0, 0.25), Thresholds(exploding=math.inf)):
         sink = RunRecord(tmp_path, fsync=False)
-        sink.start(make_info(roster, thresholds=thresholds))
+        sink.start(make_info(catalog, thresholds=thresholds))
         sink.close()
         assert read_run(tmp_path).thresholds == thresholds
 
@@ -175,12 +184,14 @@ def test_refresh_reads_what_is_new_and_nothing_else(tmp_path, monkeypatch):
     read = []
     real = segments.read_table
     monkeypatch.setattr(
-        segments, "read_table", lambda path, *rest: (read.append(path.name), real(path, *rest))[1]
+        segments,
+        "read_table",
+        lambda path, *rest, **more: (read.append(path.name), real(path, *rest, **more))[1],
     )
-    roster = make_roster(2)
-    records = list(make_records(roster, 30))
+    catalog = make_catalog(2)
+    records = list(make_records(catalog, 30))
     sink = RunRecord(tmp_path, segment_steps=10, segment_seconds=0, fsync=False)
-    sink.start(make_info(roster))
+    sink.start(make_info(catalog))
     sink.write(records[:13], [])
     run = read_run(tmp_path)
     assert len(run.steps) == 13
@@ -205,49 +216,38 @@ def test_refresh_reads_what_is_new_and_nothing_else(tmp_path, monkeypatch):
 
 def test_tensors_of_steps_that_were_not_written_are_left_out(own):
     # killed after the tensors were moved into place, and before the steps were
-    roster = make_roster(9, ("grads", "weights"))
-    records = list(make_records(roster, 10, first=48))
+    catalog = make_catalog(9, ("grads", "weights"))
+    records = list(make_records(catalog, 10, first=48))
     path = own / "tensors" / "tensors-0001-0000000048.parquet"
     claims = Claims("tensors", 1, 48, len(records))
-    path.write_bytes(with_claims(to_parquet(tensors_table(records, 1, roster)), claims)[0])
+    path.write_bytes(with_claims(to_parquet(schema_table(TENSORS, records, 1, catalog)), claims)[0])
     run = read_run(own)
     assert run.tensors(first=48)["step"].unique().to_pylist() == [48, 49]
     assert run.matrix("norm", first=40)[0] == [40, 42, 44, 46, 48]
     assert len(list(run.records(48))) == 2
 
 
-def test_columns_that_are_younger_or_older_than_the_reader(own):
-    as_without_digests(own)
-    file = own / "steps" / "steps-0001-0000000016.parquet"
-    table = pq.read_table(file).drop_columns(["updates_norm", "n_flagged"])
-    pq.write_table(table.append_column("later", pa.array(["x"] * 16)), file)
-    run = read_run(own)
-    assert run.steps.column_names == arrow_schema(run_format.STEPS).names
-    assert run.steps["n_flagged"].to_pylist()[14:18] == [0, None, None, None]
-    assert len(list(run.records())) == 50
-
-
 def overwrite(name, content):
     return lambda path: (path / name).write_bytes(content)
 
 
-def old(name, content):
-    """Overwrite a file of a run that an earlier release wrote, without digests."""
+def by_hand(name, content):
+    """Overwrite a JSON file as one may by hand, and as if the run were open."""
 
     def spoil(path):
-        edit_info(path, digests_from=None, files=None)
-        (path / name).write_bytes(content)
+        edit_info(path, files=None)
+        (path / name).write_text(json.dumps(content))
 
     return spoil
 
 
 def retype(path):
     """Give a column a type that readers do not accept as a number."""
-    as_without_digests(path)
     file = path / f"steps/steps-{SEGMENT}"
     table = pq.read_table(file)
     times = pa.array([[0.0]] * len(table))
     pq.write_table(table.set_column(table.column_names.index("time"), "time", times), file)
+    seal(path)
 
 
 SEGMENT = "0001-0000000016.parquet"
@@ -266,13 +266,20 @@ SPOILED = {
         lambda p: edit_info(p, version=2),
         "run of version 2, but .* reads only up to 1: pip install -U",
     ),
-    "no roster": (
-        lambda p: edit_info(p, roster=None),
-        r"run.json has unexpected content \(KeyError\('roster'\)\)",
+    "no catalog": (
+        lambda p: edit_info(p, catalog=None),
+        r"run.json has unexpected content \(KeyError\('catalog'\)\)",
     ),
     "thresholds": (lambda p: edit_info(p, thresholds={"dead": -1}), "run.json has unexpected content"),
-    "finding": (old("findings.json", b"[{}]"), "findings.json has unexpected content"),
-    "no finding": (old("findings.json", b"[3]"), "findings.json has unexpected content"),
+    "finding": (
+        by_hand("findings.json", {"findings": [{}], "digest": None}),
+        "findings.json has unexpected content",
+    ),
+    "no finding": (
+        by_hand("findings.json", {"findings": [3], "digest": None}),
+        "findings.json has unexpected content",
+    ),
+    "no digests": (by_hand("findings.json", [3]), r"findings.json cannot be read \(its digest is missing"),
     "no digest": (overwrite("findings.json", b"{}"), r"findings.json cannot be read \(its digest is missing"),
     "black box": (overwrite("blackbox.json", b"{"), "blackbox.json cannot be read .*: fix or delete it"),
     "steps": (
@@ -292,16 +299,29 @@ SPOILED = {
         lambda p: (shutil.rmtree(p), p.write_text("")),
         "own is not a run: it is a file, not a folder",
     ),
-    "findings": (old("findings.json", b"{}"), r"findings.json has unexpected content \(\{\}\)"),
+    "findings": (
+        by_hand("findings.json", {"digest": None}),
+        r"findings.json has unexpected content \(\{\}\)",
+    ),
     "severity": (
-        old(
+        by_hand(
             "findings.json",
-            b'[{"attempt": 1, "rule": "x", "severity": "?", "kind": null, "tensor": null, "first_step": 0,'
-            b' "last_step": 0, "value": "x", "threshold": 0, "message": "", "advice": ""}]',
+            {
+                "findings": [
+                    dict.fromkeys(("kind", "tensor"))
+                    | dict.fromkeys(("first_step", "last_step", "threshold"), 0)
+                    | {"attempt": 1, "rule": "x", "severity": "?", "value": "x", "message": "", "advice": ""}
+                ],
+                "digest": None,
+            },
         ),
         "findings.json has unexpected content",
     ),
-    "no black box": (old("blackbox.json", b"[1]"), r"blackbox.json has unexpected content \(\[1\]\)"),
+    "no black box": (by_hand("blackbox.json", [1]), r"blackbox.json cannot be read \(its digest is missing"),
+    "no attempt": (
+        by_hand("blackbox.json", {"attempt": "x", "digest": None}),
+        r"blackbox.json has unexpected content \(attempt: 'x'\)",
+    ),
     "types": (retype, "0016.parquet cannot be read"),
     "tensors": (lambda p: (p / f"tensors/tensors-{SEGMENT}").unlink(), "0016.parquet cannot be read"),
 }
@@ -321,10 +341,10 @@ def test_what_cannot_be_read_is_named_in_one_line(own, spoil, said):
 
 
 def test_a_column_that_cannot_be_compared_is_a_file_that_cannot_be_read(own):
-    as_without_digests(own)
     file = own / f"tensors/tensors-{SEGMENT}"
     table = pq.read_table(file)
     pq.write_table(table.set_column(0, "step", pa.array([[0]] * len(table))), file)
+    seal(own)
     with pytest.raises(
         RunError, match=r"0016.parquet cannot be read \(column step has the type list<.*>, not int64"
     ):
@@ -335,7 +355,7 @@ def test_a_torn_segment_hides_no_other(own):
     for table in ("steps", "tensors"):
         file = own / table / f"{table}-0001-0000000016.parquet"
         file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(RunError, match=r"to read the other steps, move it and \w+/.* away"):
+    with pytest.raises(RunError, match=r"to read the other steps, move its segment's files away"):
         read_run(own).steps  # noqa: B018
     for table in ("steps", "tensors"):
         (own / table / f"{table}-0001-0000000016.parquet").unlink()
@@ -375,11 +395,11 @@ PAGE = text("docs/reference/run-record.md")
     ("table", "fields"),
     [
         ("`steps`", run_format.STEPS),
-        ("`tensors`", run_format.TENSORS),
-        ("Updates", run_format.UPDATES),
-        ("Activations", run_format.TAPS),
+        ("`tensors`", fields_of(TENSORS)),
+        ("`pairs`", fields_of(PAIRS)[len(run_format.ROW) :]),
+        ("`activations`", fields_of(ACTIVATIONS)[len(run_format.ROW) :]),
         ("Fingerprints", run_format.FINGERPRINTS),
-        ("Exponents", run_format.EXPONENTS),
+        ("`exponents`", fields_of(EXPONENTS)),
     ],
 )
 def test_the_page_documents_every_column(table, fields):
@@ -408,7 +428,7 @@ def test_the_page_reads_a_run_as_it_says(tmp_path, several):
         exec(block, scope)  # noqa: S102 the page's own code
     run = scope["run"]
     assert torch.equal(
-        torch.tensor(scope["norms"][list(run.roster.names)].to_numpy()).nan_to_num(-1.0),
+        torch.tensor(scope["norms"][list(run.catalog.names)].to_numpy()).nan_to_num(-1.0),
         run.matrix("norm")[1].nan_to_num(-1.0),
     )
     assert scope["counted"]["attempt"].tolist() == [1] * 40

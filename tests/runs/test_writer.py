@@ -19,14 +19,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS
-from gradiometer.recorder.step_record import Roster, StepRecord
+from gradiometer.columns import TENSORS
+from gradiometer.recorder import Catalog, StepRecord
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.runs import verify
-from gradiometer.runs.format import arrow_schema
-from gradiometer.runs.reader import STEPS, TENSORS, RunError, read_run
+from gradiometer.runs import RunError, read_run, verify
+from gradiometer.runs.format import arrow_schema, fields_of, step_fields
 from gradiometer.runs.writer import RunRecord
-from support.synthetic_run import STARTED, fail_writes, make_info, make_records, make_roster, write_run
+from support.synthetic_run import (
+    STARTED,
+    fail_writes,
+    make_catalog,
+    make_info,
+    make_records,
+    make_table,
+    same_bits,
+    write_run,
+)
 
 pq = pytest.importorskip("pyarrow.parquet")
 
@@ -38,24 +46,14 @@ def finding(step=5, last=7, value=math.nan, severity=Severity.ERROR):
     return Finding("nonfinite", severity, step, last, "grads", "w", value, math.inf, "a message", "advice")
 
 
-def opened(path, roster, first=0, **options):
+def opened(path, catalog, first=0, **options):
     sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
-    sink.start(make_info(roster, first))
+    sink.start(make_info(catalog, first))
     return sink
 
 
-def same(one, other):
-    """Return whether two records hold the same values, bit by bit."""
-    if one.values is not None and other.values is not None:
-        assert torch.equal(one.values, other.values)
-    assert (one.values is None) == (other.values is None)
-    assert repr(dict(one.scalars)) == repr(dict(other.scalars))  # the text, because NaN differs from itself
-    assert (one.step, one.time, one.skipped) == (other.step, other.time, other.skipped)
-    return True
-
-
 def all_same(ones, others):
-    return all([same(one, other) for one, other in zip(ones, others, strict=True)])
+    return all([same_bits(one, other) for one, other in zip(ones, others, strict=True)])
 
 
 def steps_of(path):
@@ -71,40 +69,44 @@ def steps_in_parquet(path):
 def test_what_is_read_is_what_was_written(tmp_path, kinds, every):
     names = [*NAMES, *(f"w{i}" for i in range(10))]
     path = write_run(tmp_path, 0, 40, names=names, kinds=kinds, every=every, nonfinite_at=9, segment_steps=17)
-    roster = make_roster(names=names, kinds=kinds)
+    catalog = make_catalog(names=names, kinds=kinds)
     run = read_run(path)
-    assert run.roster == roster
+    assert run.catalog == catalog
     assert run.info["every"] == every
     assert run.info["closed"]
-    assert all_same(run.records(), make_records(roster, 40, every=every, nonfinite_at=9))
+    assert all_same(run.records(), make_records(catalog, 40, every=every, nonfinite_at=9))
     assert len(list((path / "tensors").iterdir())) == len(list((path / "steps").iterdir())) == 3
 
 
 def test_every_number_survives_and_what_was_not_measured_is_zero(tmp_path):
-    roster = make_roster(6, kinds=("grads", "weights"))
+    catalog = make_catalog(6, kinds=("grads", "weights"))
     extremes = torch.tensor([0.0, -0.0, 5e-324, 1.7e308, math.inf, math.nan], dtype=torch.float64)
-    values = torch.zeros(2, 6, NUM_COLUMNS + 1, dtype=torch.float64)
-    values[..., COLUMN_INDEX["numel"]] = torch.tensor([1.0, 2.0**53, 0.0, 3.0, 0.0, 7.0])
+    values = torch.zeros(6, TENSORS.width, dtype=torch.float64)
+    values[:, 0] = torch.tensor([1.0, 2.0**53, 0.0, 3.0, 0.0, 7.0])
     for name in ("sumsq", "sum", "abs_max"):
-        values[..., COLUMN_INDEX[name]] = extremes.roll(len(name))
-    values[..., NUM_COLUMNS] = 31
-    records = [
-        StepRecord(
-            2**40, 1.5, {"loss": math.nan, "lr": -math.inf, "tokens/s": 1e300, "": 0.0}, roster, values
-        ),
-        StepRecord(2**40 + 7, 2.5, {}, roster, torch.zeros_like(values)),
-        StepRecord(2**40 + 8, 3.5, {"é": math.inf}, roster, None, skipped=True),
+        values[:, TENSORS.index[name]] = extremes.roll(len(name))
+    flags = torch.full((6,), 31, dtype=torch.int32)
+    tables, nothing = [
+        {kind: make_table(catalog, x, kind, flags=flags) for kind in catalog.kinds}
+        for x in (values, torch.zeros_like(values))
     ]
-    sink = opened(tmp_path, roster)
+    scalars = {"loss": math.nan, "lr": -math.inf, "tokens/s": 1e300, "": 0.0}
+    records = [
+        StepRecord(2**40, 1.5, scalars, catalog, tables),
+        StepRecord(2**40 + 7, 2.5, {}, catalog, nothing),
+        StepRecord(2**40 + 8, 3.5, {"é": math.inf}, catalog, skipped=True),
+    ]
+    sink = opened(tmp_path, catalog)
     sink.write(records, [])
     sink.close()
-    values[:, values[0, :, COLUMN_INDEX["numel"]] == 0] = 0.0
+    values[values[:, 0] == 0] = 0.0
+    flags[values[:, 0] == 0] = 0
     run = read_run(tmp_path)
-    for one, other in zip(run.records(), records, strict=True):
-        bits = [None if x is None else x.view(torch.int64).tolist() for x in (one.values, other.values)]
-        assert bits[0] == bits[1]
-        assert repr(one.scalars) == repr(other.scalars)
-        assert (one.step, one.time, one.skipped) == (other.step, other.time, other.skipped)
+    first, second, third = run.records()
+    assert same_bits(first, records[0])
+    assert not second.flags().any()
+    assert same_bits(replace(second, tables=nothing), records[1])
+    assert same_bits(third, records[2])
     # NaN and null differ
     assert repr(run.steps["loss"].to_pylist()) == "[nan, None, None]"
     assert run.steps["n_measured"].to_pylist() == [4, 0, None]
@@ -115,7 +117,7 @@ def test_every_number_survives_and_what_was_not_measured_is_zero(tmp_path):
 def test_totals_of_a_step_are_those_of_its_record(tmp_path):
     run = read_run(write_run(tmp_path, 12, 20, kinds=("grads", "weights"), nonfinite_at=7))
     for row, record in zip(run.steps.to_pylist(), run.records(), strict=True):
-        norms = [row[name] for name in ("total_norm", "weights_norm", "updates_norm")]
+        norms = [row[name] for name in ("total_norm", "weights_norm", "update_ratio")]
         assert repr(norms) == repr([record.total(), record.total("norm", "weights"), None])
         for name in ("finite_norm", "abs_max", "numel", "n_zero", "n_nan", "n_inf"):
             assert row[name] == record.total(name)
@@ -126,19 +128,22 @@ def test_totals_of_a_step_are_those_of_its_record(tmp_path):
 def test_all_segments_have_the_documented_schema(tmp_path):
     path = write_run(tmp_path, 3, 10, segment_steps=4, every=5)
     write_run(tmp_path, 900, 4, first=10, kinds=("grads", "weights"))
-    for table, fields in (("steps", STEPS), ("tensors", TENSORS)):
-        files = sorted((path / table).iterdir())
-        assert len(files) == 4
-        for file in files:
-            assert pq.read_schema(file).equals(arrow_schema(fields))
+    catalogs = [make_catalog(3)] * 3 + [make_catalog(900, ("grads", "weights"))]
+    files = sorted((path / "steps").iterdir())
+    for file, catalog in zip(files, catalogs, strict=True):
+        assert pq.read_schema(file).equals(arrow_schema(step_fields(catalog)))
+    # a segment without tensors has no file of them
+    for file in (path / "tensors").iterdir():
+        assert pq.read_schema(file).equals(arrow_schema(fields_of(TENSORS)))
+    assert read_run(path).steps.column_names == arrow_schema(step_fields(catalogs[-1])).names
 
 
 def test_a_segment_is_full_by_steps_or_by_rows_and_grows_until_then(tmp_path):
     def sizes(name, **options):
-        roster = make_roster(10)
-        sink = opened(tmp_path / name, roster, **options)
+        catalog = make_catalog(10)
+        sink = opened(tmp_path / name, catalog, **options)
         seen = []
-        for record in make_records(roster, 25):
+        for record in make_records(catalog, 25):
             sink.write([record], [])
             seen.append(steps_in_parquet(tmp_path / name))
             assert steps_of(tmp_path / name) == list(range(len(seen)))
@@ -155,10 +160,10 @@ def test_a_segment_is_full_by_steps_or_by_rows_and_grows_until_then(tmp_path):
 def test_steps_wait_no_longer_than_the_seconds_that_were_given(tmp_path, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    roster = make_roster(3)
-    sink = opened(tmp_path, roster, segment_seconds=10)
+    catalog = make_catalog(3)
+    sink = opened(tmp_path, catalog, segment_seconds=10)
     seen = []
-    for record in make_records(roster, 8):
+    for record in make_records(catalog, 8):
         now[0] += 4
         sink.write([record], [])
         seen.append(steps_in_parquet(tmp_path))
@@ -173,11 +178,11 @@ def test_steps_wait_no_longer_than_the_seconds_that_were_given(tmp_path, monkeyp
 WRITER = """
 import math, os, sys
 from support.synthetic_run import *
-roster = make_roster(30)
+catalog = make_catalog(30)
 sink = RunRecord(sys.argv[1], segment_steps=7, segment_seconds=math.inf, fsync=False)
-sink.start(make_info(roster, int(sys.argv[2])))
+sink.start(make_info(catalog, int(sys.argv[2])))
 print("started", flush=True)
-for record in make_records(roster, 10**6, first=int(sys.argv[2]), batch=7):
+for record in make_records(catalog, 10**6, first=int(sys.argv[2]), batch=7):
     sink.write([record], [])
     print(record.step, flush=True)
 """
@@ -199,7 +204,7 @@ def test_a_killed_writer_leaves_whole_segments_and_its_lock_is_taken_over(tmp_pa
                 RunError,
                 match=f"is already being written by process {writer.pid} on .*: end that process, or",
             ):
-                opened(tmp_path, make_roster(30))
+                opened(tmp_path, make_catalog(30))
             writer.send_signal(signal.SIGKILL)
             done = int([*lines, *writer.stdout][-1])
         run = read_run(tmp_path)
@@ -207,33 +212,33 @@ def test_a_killed_writer_leaves_whole_segments_and_its_lock_is_taken_over(tmp_pa
         assert steps == list(range(len(steps)))
         # nothing that was written is missing
         assert done <= steps[-1] <= done + 1
-        written = make_records(run.roster, len(steps) - first + 7, first=first, batch=7)
+        written = make_records(run.catalog, len(steps) - first + 7, first=first, batch=7)
         assert all_same(run.records(first), islice(written, len(steps) - first))
         first = len(steps)
     (tmp_path / ".steps-0001-0000000000.parquet.77.tmp").write_bytes(b"PAR1")
-    sink = opened(tmp_path, run.roster, first)
+    sink = opened(tmp_path, run.catalog, first)
     assert not list(tmp_path.glob(".*.tmp"))
     sink.close()
     assert [entry["ended"] is None for entry in read_run(tmp_path).info["attempts"]] == [True, True, False]
 
 
 def test_two_writers_in_one_process_are_refused(tmp_path):
-    roster = make_roster(2)
-    sink = opened(tmp_path / "run", roster)
+    catalog = make_catalog(2)
+    sink = opened(tmp_path / "run", catalog)
     with pytest.raises(
         RunError, match=r"run is already being written by this process: close that Monitor, or"
     ):
-        opened(tmp_path / "run", roster)
+        opened(tmp_path / "run", catalog)
     with pytest.raises(RunError, match="already"):
-        opened(tmp_path / "x" / ".." / "run", roster)
+        opened(tmp_path / "x" / ".." / "run", catalog)
     sink.close()
     sink.close()
-    opened(tmp_path / "run", roster).close()
+    opened(tmp_path / "run", catalog).close()
     # a writer that was dropped without closing it
-    sink = opened(tmp_path / "run", roster)
+    sink = opened(tmp_path / "run", catalog)
     del sink
     gc.collect()
-    opened(tmp_path / "run", roster).close()
+    opened(tmp_path / "run", catalog).close()
 
 
 @pytest.fixture
@@ -252,9 +257,9 @@ def small_disk():
 
 @pytest.mark.parametrize("saved", [0, 6])
 def test_a_disk_that_fails_costs_nothing_if_it_recovers(tmp_path, small_disk, saved):
-    roster = make_roster(50)
-    records = list(make_records(roster, 35))
-    sink = opened(tmp_path, roster, segment_steps=10)
+    catalog = make_catalog(50)
+    records = list(make_records(catalog, 35))
+    sink = opened(tmp_path, catalog, segment_steps=10)
     sink.write(records[:saved], [])
     sink.fault(SimpleNamespace(to_dict=dict))
     files = sorted(tmp_path.rglob("*"))
@@ -280,9 +285,9 @@ def test_a_disk_that_fails_costs_nothing_if_it_recovers(tmp_path, small_disk, sa
 @pytest.mark.parametrize("saved", [0, 6])
 @pytest.mark.parametrize("total", [42, 100])
 def test_a_disk_that_fails_for_long_loses_the_oldest_and_counts_them(tmp_path, small_disk, saved, total):
-    roster = make_roster(50)
-    records = list(make_records(roster, total))
-    sink = opened(tmp_path, roster, segment_steps=10)
+    catalog = make_catalog(50)
+    records = list(make_records(catalog, total))
+    sink = opened(tmp_path, catalog, segment_steps=10)
     sink.write(records[:saved], [])
     sink.fault(SimpleNamespace(to_dict=dict))
     small_disk(5000)
@@ -302,9 +307,9 @@ def test_a_disk_that_fails_for_long_loses_the_oldest_and_counts_them(tmp_path, s
 
 @pytest.mark.parametrize("journaled", [12, 0])
 def test_what_cannot_be_written_at_the_end_is_counted_and_the_folder_is_free(tmp_path, small_disk, journaled):
-    roster = make_roster(50)
-    records = list(make_records(roster, 20))
-    sink = opened(tmp_path, roster)
+    catalog = make_catalog(50)
+    records = list(make_records(catalog, 20))
+    sink = opened(tmp_path, catalog)
     sink.write(records[:journaled], [])
     small_disk(5000)
     with pytest.raises(OSError, match="too large"):
@@ -317,7 +322,7 @@ def test_what_cannot_be_written_at_the_end_is_counted_and_the_folder_is_free(tmp
     assert run.info["attempts"][0]["lost"] == 20 - journaled
     assert all_same(run.records(), records[:journaled])
     # what is in the journal gets into Parquet files
-    opened(tmp_path, roster, 20).close()
+    opened(tmp_path, catalog, 20).close()
     assert steps_in_parquet(tmp_path) == journaled
     assert all_same(read_run(tmp_path).records(), records[:journaled])
 
@@ -330,11 +335,11 @@ def test_the_pauses_between_tries_grow(tmp_path, monkeypatch):
             tries.append(now[0])
             raise OSError(28, "No space left on device")
 
-    roster = make_roster(3)
-    sink = opened(tmp_path, roster, segment_seconds=0)
+    catalog = make_catalog(3)
+    sink = opened(tmp_path, catalog, segment_seconds=0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     fail_writes(monkeypatch, fail)
-    for record in make_records(roster, 200):
+    for record in make_records(catalog, 200):
         try:
             sink.write([record], [])
         except OSError:
@@ -348,11 +353,11 @@ def test_the_pauses_between_tries_grow(tmp_path, monkeypatch):
 
 
 def test_a_step_that_cannot_be_written_stops_no_other(tmp_path):
-    roster = make_roster(3)
-    records = list(make_records(roster, 5))
-    other = Roster(("b",), ((),), ("float32",))
-    bad = StepRecord(2, 0.0, {}, other, torch.zeros(1, 1, NUM_COLUMNS + 1, dtype=torch.float64))
-    sink = opened(tmp_path, roster)
+    catalog = make_catalog(3)
+    records = list(make_records(catalog, 5))
+    other = Catalog.of(("b",), ((),), ("float32",))
+    bad = StepRecord(2, 0.0, {}, other)
+    sink = opened(tmp_path, catalog)
     with pytest.raises(ValueError, match="step 2 has other tensors than the run was started with"):
         sink.write([*records[:2], bad, *records[3:]], [finding()])
     sink.close()
@@ -361,9 +366,9 @@ def test_a_step_that_cannot_be_written_stops_no_other(tmp_path):
 
 
 def test_a_later_attempt_supersedes_from_its_first_step_on(tmp_path):
-    roster = make_roster(4)
+    catalog = make_catalog(4)
     write_run(tmp_path, 4, 30, segment_steps=8, findings=[finding(3), finding(20, 29)])
-    begun = opened(tmp_path, roster, 10)
+    begun = opened(tmp_path, catalog, 10)
     # an attempt without steps supersedes nothing
     assert len(steps_of(tmp_path)) == 30
     assert not read_run(tmp_path).info["closed"]
@@ -373,7 +378,7 @@ def test_a_later_attempt_supersedes_from_its_first_step_on(tmp_path):
     assert run.steps["step"].to_pylist() == list(range(22))
     assert run.steps["attempt"].to_pylist() == [1] * 12 + [3] * 10
     assert [found.first_step for found in run.findings] == [3, 15]
-    assert all_same(run.records(12), make_records(roster, 10, first=12, seed=1))
+    assert all_same(run.records(12), make_records(catalog, 10, first=12, seed=1))
     assert [entry["first_step"] for entry in run.info["attempts"]] == [0, 10, 12]
     steps, norms = run.matrix("norm", first=9, last=14)
     assert steps == list(range(9, 15))
@@ -389,13 +394,13 @@ def test_a_later_attempt_supersedes_from_its_first_step_on(tmp_path):
 
 
 def test_going_back_in_one_process_is_another_attempt(tmp_path):
-    roster = make_roster(4)
-    sink = opened(tmp_path, roster)
-    sink.write([*make_records(roster, 20), *make_records(roster, 5, first=8, seed=1)], [])
+    catalog = make_catalog(4)
+    sink = opened(tmp_path, catalog)
+    sink.write([*make_records(catalog, 20), *make_records(catalog, 5, first=8, seed=1)], [])
     sink.close()
     run = read_run(tmp_path)
     assert run.steps["step"].to_pylist() == list(range(13))
-    assert all_same(run.records(8), make_records(roster, 5, first=8, seed=1))
+    assert all_same(run.records(8), make_records(catalog, 5, first=8, seed=1))
     assert [(e["attempt"], e["first_step"]) for e in run.info["attempts"]] == [(1, 0), (2, 8)]
 
 
@@ -413,13 +418,13 @@ def failing(monkeypatch, *names, calls=math.inf):
 
 @pytest.mark.parametrize("journal", [True, False])
 def test_going_back_while_the_disk_fails_is_another_attempt_all_the_same(tmp_path, monkeypatch, journal):
-    roster = make_roster(4)
-    sink = opened(tmp_path, roster, segment_steps=10)
+    catalog = make_catalog(4)
+    sink = opened(tmp_path, catalog, segment_steps=10)
     with monkeypatch.context() as patch:
         failing(patch, *([] if journal else ["journal-0001-0000000010.bin"]), calls=0 if journal else 1)
         with nullcontext() if journal else pytest.raises(OSError, match="No space left"):
-            sink.write(list(make_records(roster, 15)), [])
-    again = list(make_records(roster, 9, first=5, seed=1))
+            sink.write(list(make_records(catalog, 15)), [])
+    again = list(make_records(catalog, 9, first=5, seed=1))
     with monkeypatch.context() as patch:
         failing(patch)
         with pytest.raises(OSError, match="No space left"):
@@ -434,17 +439,17 @@ def test_going_back_while_the_disk_fails_is_another_attempt_all_the_same(tmp_pat
     assert [(e["attempt"], e["first_step"]) for e in run.info["attempts"]] == [(1, 0), (2, 5)]
     assert sink.lost == run.info["attempts"][1]["lost"] == (0 if journal else 5)
     assert verify(tmp_path).whole
-    opened(tmp_path, roster, 14).close()
+    opened(tmp_path, catalog, 14).close()
     assert steps_in_parquet(tmp_path) == 10 + 9 + (5 if journal else 0)
     assert all_same(read_run(tmp_path).records(5), again)
 
 
 def test_run_json_is_written_again_if_it_failed(tmp_path, monkeypatch):
     write_run(tmp_path, 4, 20)
-    roster = make_roster(4)
-    sink = opened(tmp_path, roster, 9)
+    catalog = make_catalog(4)
+    sink = opened(tmp_path, catalog, 9)
     with monkeypatch.context() as patch:
-        sink.write(list(make_records(roster, 1, first=12)), [])
+        sink.write(list(make_records(catalog, 1, first=12)), [])
         failing(patch, "run.json", calls=1)
         with pytest.raises(OSError, match="No space left"):
             sink.fault(SimpleNamespace(to_dict=dict))
@@ -458,51 +463,51 @@ def test_a_disk_that_is_full_at_the_start_leaves_the_folder_free(tmp_path, monke
     with monkeypatch.context() as patch:
         failing(patch)
         with pytest.raises(OSError, match="No space left"):
-            opened(tmp_path, make_roster(2))
-    opened(tmp_path, make_roster(2)).close()
+            opened(tmp_path, make_catalog(2))
+    opened(tmp_path, make_catalog(2)).close()
 
 
 def test_a_file_where_the_folder_should_be_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(RunError, match=r"cannot be created, because .*: pass another run_dir"):
-            opened(path, make_roster(2))
+            opened(path, make_catalog(2))
 
 
 def test_half_of_a_surrogate_pair_is_written_by_its_number(tmp_path):
-    roster = make_roster(names=["w\ud800", "b"])
+    catalog = make_catalog(names=["w\ud800", "b"])
     found = Finding("dead", Severity.INFO, 1, 1, "grads", "w\ud800", 1.0, 1.0, "w\ud800 is dead", "")
     for first in (0, 3):
-        sink = opened(tmp_path, roster, first)
-        record = next(make_records(roster, 1, first=first))
+        sink = opened(tmp_path, catalog, first)
+        record = next(make_records(catalog, 1, first=first))
         sink.write([replace(record, scalars={"x\udfff": 1.0})], [found])
         sink.close()
     run = read_run(tmp_path)
-    assert run.roster.names == (r"w\ud800", "b")
+    assert run.catalog.names == (r"w\ud800", "b")
     assert run.matrix("norm")[1].isfinite().all()
     assert [dict(record.scalars) for record in run.records()] == [{r"x\udfff": 1.0}] * 2
-    assert run.findings[0].tensor in run.roster.names
+    assert run.findings[0].tensor in run.catalog.names
 
 
 def test_a_run_gone_on_with_other_tensors_has_both(tmp_path):
     write_run(tmp_path, 2, 10)
     write_run(tmp_path, 0, 5, first=10, names=["new", "blocks.0.bias"], kinds=("grads", "weights"))
     run = read_run(tmp_path)
-    assert run.roster.names == ("new", "blocks.0.bias", "blocks.0.weight")
-    assert run.roster.kinds == ("grads", "weights")
+    assert run.catalog.names == ("new", "blocks.0.bias", "blocks.0.weight")
+    assert [*run.catalog.kinds] == ["grads", "weights"]
     steps, numel = run.matrix("numel")
     assert steps == list(range(15))
     assert numel.isnan().tolist() == [[True, False, False]] * 10 + [[False, False, True]] * 5
     assert [r.measured("weights").tolist() for r in run.records(9, 10)] == [[False] * 3, [True, True, False]]
     # an attempt that starts from step 0 has only its own tensors
     write_run(tmp_path, 3, 5)
-    assert read_run(tmp_path).roster == make_roster(3)
+    assert read_run(tmp_path).catalog == make_catalog(3)
 
 
 def test_a_fault_is_on_disk_with_all_before_it(tmp_path):
-    roster = make_roster(4)
-    sink = opened(tmp_path, roster)
-    sink.write(list(make_records(roster, 9)), [finding(5), finding(5, 9)])
+    catalog = make_catalog(4)
+    sink = opened(tmp_path, catalog)
+    sink.write(list(make_records(catalog, 9)), [finding(5), finding(5, 9)])
     report = {"reason": "non-finite loss", "last": [{"loss": math.nan, "norm": -math.inf}], "step": 8}
     sink.fault(SimpleNamespace(to_dict=lambda: report))
     run = read_run(tmp_path)  # the writer was not closed
@@ -529,10 +534,10 @@ def test_files_are_synced_before_they_are_put_in_place_if_asked(tmp_path, monkey
         "replace",
         lambda path, target: (events.append(f"put {target.name[:5]}"), real_replace(path, target)),
     )
-    roster = make_roster(4)
-    sink = opened(tmp_path, roster, fsync=fsync)
+    catalog = make_catalog(4)
+    sink = opened(tmp_path, catalog, fsync=fsync)
     events.clear()
-    sink.write(list(make_records(roster, 9)), [])
+    sink.write(list(make_records(catalog, 9)), [])
     sink.fault(SimpleNamespace(to_dict=dict))
     puts = ["put tenso", "put steps", "put run.j", "put black"]
     synced = "sync sync put-tenso sync put-steps sync sync put-run.j sync sync put-black sync"
@@ -580,16 +585,16 @@ def test_numbers_out_of_range_are_refused(tmp_path, option, said):
 def test_a_folder_with_something_else_in_it_is_not_touched(tmp_path):
     (tmp_path / "run.json").write_text('{"other": 1}')
     with pytest.raises(RunError, match="does not have the format gradiometer-run"):
-        opened(tmp_path, make_roster(2))
+        opened(tmp_path, make_catalog(2))
     (tmp_path / "run.json").unlink()
-    opened(tmp_path, make_roster(2)).close()
+    opened(tmp_path, make_catalog(2)).close()
 
 
 def test_ten_thousand_names_are_stored_once(tmp_path):
     names = [f"model.layers.{i}.self_attention.projection.weight" for i in range(10_000)]
     path = write_run(tmp_path, 0, 6, names=names)
     run = read_run(path)
-    assert run.roster.names == tuple(names)
+    assert run.catalog.names == tuple(names)
     (file,) = (path / "tensors").iterdir()
     column = pq.ParquetFile(file).metadata.row_group(0).column(3)
     assert column.path_in_schema == "name"
@@ -623,9 +628,9 @@ def test_what_it_costs_is_printed(tmp_path, monkeypatch, capsys):
 
 def test_writing_keeps_up_with_a_thousand_tensors(tmp_path):
     # 50 steps/s take 4 % of a core (kernels_bench.monitoring.run_record); this fails above a whole core
-    roster = make_roster(1000)
-    records = list(make_records(roster, 300))
-    sink = opened(tmp_path, roster, segment_steps=150)
+    catalog = make_catalog(1000)
+    records = list(make_records(catalog, 300))
+    sink = opened(tmp_path, catalog, segment_steps=150)
     began = time.thread_time()
     for record in records:
         sink.write([record], [])

@@ -258,13 +258,13 @@ def seal(path):
         for file in sorted(path.glob(f"*/*-{attempt:04d}-{first:010d}.parquet")):
             if file != of_steps:
                 claims = Claims(file.parent.name, attempt, first, count)
-                data, tables[file.parent.name] = with_claims(_unsealed(file), claims)
+                data, tables[file.parent.name] = with_claims(unsealed(file), claims)
                 file.write_bytes(data)
         claims = Claims("steps", attempt, first, count, tables, None)
-        of_steps.write_bytes(with_claims(_unsealed(of_steps), claims)[0])
+        of_steps.write_bytes(with_claims(unsealed(of_steps), claims)[0])
 
 
-def _unsealed(file):
+def unsealed(file):
     """Return the content of a Parquet file without its digest, if it has one."""
     data = file.read_bytes()
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")

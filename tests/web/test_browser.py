@@ -16,14 +16,15 @@ import torch
 pytest.importorskip("pyarrow")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 
-from gradiometer.columns import COLUMN_INDEX, Thresholds  # noqa: E402
+from gradiometer.columns import Thresholds  # noqa: E402
 from gradiometer.monitor.monitor import Monitor  # noqa: E402
 from gradiometer.rules.finding import Finding, Severity  # noqa: E402
 from gradiometer.runs.reader import read_run  # noqa: E402
 from gradiometer.runs.writer import RunRecord  # noqa: E402
 from gradiometer.web import PageServer, server, write_page  # noqa: E402
+from support.changed_records import changed, column  # noqa: E402
 from support.synthetic_page import Dense, dense_page  # noqa: E402
-from support.synthetic_run import make_catalog, make_info, make_records, write_run  # noqa: E402
+from support.synthetic_run import NEGATIVES, TAPS, make_catalog, make_info, make_records, write_run  # noqa: E402
 
 CHROMIUM = os.environ.get("CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -267,6 +268,22 @@ def test_all_kinds(opened, tmp_path):
     assert hover(page, 2, 100).startswith("blocks.1.weight.update")
 
 
+def test_kinds_of_taps_have_their_own_rows_and_statistics(opened, tmp_path):
+    run = write_run(tmp_path / "run", steps=STEPS, kinds=("grads", "activations", NEGATIVES))
+    page = opened(write_page(run))
+    wait_for_pressed(page, "#statistics", "kurtosis")
+    assert page.inner_text("#kinds [aria-pressed=true]") == "activations"
+    assert sorted(first_names(page, 9)) == sorted(TAPS)
+    value = float(read_run(run).matrix("kurtosis", "activations")[1][70, 1])
+    text = hover(page, 1, 70)
+    assert text.startswith(TAPS[1])
+    assert shown(text) == pytest.approx(value, rel=6e-3)
+    # a kind that no code knows
+    wait_for_pressed(page, "#kinds", "negatives")
+    page.wait_for_selector("#statistics [aria-pressed=true] >> text='negative'")
+    assert page.locator("#table-body tr").count() == 20
+
+
 def test_searching_filters_the_map_and_the_table(page):
     page.keyboard.press("/")
     page.keyboard.type("BIAS blocks.3")
@@ -395,11 +412,10 @@ def write_changed(path, change, steps=20, **info):
 
 
 def nothing_finite(path):
-    def change(record):
-        record.values[..., COLUMN_INDEX["n_nan"]] = record.values[..., -1] = 1  # and its flag
-        return record
+    def put(table):
+        column(table, "n_nan")[...] = 1
 
-    return write_changed(path, change)
+    return write_changed(path, lambda record: changed(record, put))
 
 
 def without_loss(path):
@@ -407,10 +423,8 @@ def without_loss(path):
 
 
 def test_a_flag_that_is_switched_off_marks_no_tensor(opened, tmp_path):
-    def all_zero(record):
-        return replace(
-            record, values=record.values.index_fill(-1, torch.tensor(COLUMN_INDEX["n_zero"]), 64.0)
-        )
+    def put(table):
+        column(table, "n_zero")[...] = 64.0
 
     for thresholds, flags in (
         (Thresholds(vanishing=0, exploding=math.inf, dead=math.inf), {""}),
@@ -418,7 +432,9 @@ def test_a_flag_that_is_switched_off_marks_no_tensor(opened, tmp_path):
         (Thresholds(vanishing=math.inf, exploding=math.inf, dead=math.inf), {"vanishing"}),
     ):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        page = opened(write_page(write_changed(folder, all_zero, thresholds=thresholds)))
+        page = opened(
+            write_page(write_changed(folder, lambda record: changed(record, put), thresholds=thresholds))
+        )
         page.mouse.click(*place(page, 1, 5, last=19))
         page.wait_for_selector("#scopes [aria-pressed=true] >> text='at step 5'")
         assert set(page.locator("#table-body td:last-child").all_inner_texts()) == flags
@@ -428,11 +444,11 @@ def test_lines_have_a_gap_at_what_is_not_finite(opened, tmp_path):
     # with more than 80 steps there are no markers, except for isolated values
     bad = {50, 51, 60, 62}
 
+    def put(table):
+        column(table, "n_nan")[0] = 1
+
     def change(record):
-        if record.step in bad:
-            record.values[:, 0, COLUMN_INDEX["n_nan"]] = 1
-            return replace(record, scalars={"loss": math.nan})
-        return record
+        return replace(changed(record, put), scalars={"loss": math.nan}) if record.step in bad else record
 
     page = opened(write_page(write_changed(tmp_path / "run", change, steps=100)))
     page.mouse.click(*place(page, 0, 20, last=99))
@@ -536,13 +552,15 @@ def wait_for_pressed(page, choice, text):
 
 def test_the_color_is_relative_to_each_tensors_usual_value(opened, tmp_path):
     def change(record):
-        values = record.values.clone()
-        values[:, :, COLUMN_INDEX["sumsq"]] = torch.tensor([1e8, 1.0, 1e-8], dtype=torch.float64)
-        if record.step == 7:
-            values[:, :, COLUMN_INDEX["sumsq"]] *= 1e4
-        if record.step == 12:
-            values[:, 1, COLUMN_INDEX["sumsq"]] = 0
-        return replace(record, values=values)
+        def put(table):
+            squares = column(table, "sumsq")
+            squares[...] = torch.tensor([1e8, 1.0, 1e-8], dtype=torch.float64)
+            if record.step == 7:
+                squares *= 1e4
+            if record.step == 12:
+                squares[1] = 0
+
+        return changed(record, put)
 
     page = opened(write_page(write_changed(tmp_path / "run", change)))
     view = {"last": 19}
@@ -563,10 +581,10 @@ def test_the_color_is_relative_to_each_tensors_usual_value(opened, tmp_path):
 def test_a_ratio_of_update_and_weight_has_a_map(opened, tmp_path):
     run = write_run(tmp_path / "run", steps=STEPS, kinds=("grads", "weights", "updates"))
     page = opened(write_page(run))
-    wait_for_pressed(page, "#statistics", "update / weight")
+    wait_for_pressed(page, "#statistics", "update ratio")
     assert page.inner_text("#kinds [aria-pressed=true]") == "updates"
-    update, weight = (float(read_run(run).matrix("norm", kind)[1][70, 4]) for kind in ("updates", "weights"))
-    assert shown(hover(page, 4, 70)) == pytest.approx(update / weight, rel=6e-3)
+    ratio = float(read_run(run).matrix("update_ratio", "updates")[1][70, 4])
+    assert shown(hover(page, 4, 70)) == pytest.approx(ratio, rel=6e-3)
     page.mouse.click(*place(page, 4, 70))
     assert page.inner_text("#history-title") == "blocks.2.weight.update"
     page.click("#kinds >> text='grads'")
@@ -604,9 +622,11 @@ def test_modules_are_folded_and_a_click_unfolds_them(opened, tmp_path):
 
 
 def test_a_zero_is_visible_on_a_log_axis(opened, tmp_path):
+    def put(table):
+        column(table, "sumsq")[0] = 0
+
     def change(record):
-        if record.step == 50:
-            record.values[:, 0, COLUMN_INDEX["sumsq"]] = 0
+        record = changed(record, put) if record.step == 50 else record
         loss = 0.0 if record.step in {30, 31} else 1e6 if record.step == 90 else 1.0
         return replace(record, scalars={"loss": loss})
 

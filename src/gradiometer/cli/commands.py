@@ -33,11 +33,20 @@ _FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
 
 def _kinds_of_run(context: typer.Context) -> list[str]:
     """Return the kinds that the run has recorded, to complete an option; without torch."""
+    return [str(kind["name"]) for kind in _read_kinds(context)]
+
+
+def _kinds_with_histograms(context: typer.Context) -> list[str]:
+    """Return the kinds of tensors of which the run has histograms of exponents, likewise."""
+    return [str(kind["of"]) for kind in _read_kinds(context) if kind["schema"] == "exponents"]
+
+
+def _read_kinds(context: typer.Context) -> list[dict[str, Any]]:
     try:
         # an incomplete command line may leave the argument unparsed
         folder = context.params["run"] or context.args[0]
-        info = json.loads(Path(folder, "run.json").read_bytes())
-        return [str(kind["name"]) for kind in info["catalog"]["kinds"]]
+        kinds = json.loads(Path(folder, "run.json").read_bytes())["catalog"]["kinds"]
+        return [{key: kind[key] for key in ("name", "of", "schema")} for kind in kinds]
     except (OSError, ValueError, LookupError, TypeError):
         return []
 
@@ -48,14 +57,7 @@ _Top = Annotated[int, typer.Option(min=0, help="Number of tensors to show, worst
 _Attempt = Annotated[
     int | None, typer.Option(min=1, help="Read the run as it was after this attempt (default: the last).")
 ]
-_Kind = Annotated[
-    str,
-    typer.Option(
-        metavar="KIND",
-        autocompletion=_kinds_of_run,
-        help="The kind of tensors to show, such as grads or weights, of those that the run has.",
-    ),
-]
+_KIND_HELP = "The kind of tensors to show, such as grads or weights, of those that the run has."
 
 
 def _version(wanted: bool) -> None:
@@ -208,7 +210,9 @@ def _show(
         int | None,
         typer.Option(help="The step's number; -1 is the last (default: the last step with tensors)."),
     ] = None,
-    kind: _Kind = "grads",
+    kind: Annotated[
+        str, typer.Option(metavar="KIND", autocompletion=_kinds_of_run, help=_KIND_HELP)
+    ] = "grads",
     top: _Top = 20,
     name: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Only tensors whose name matches (re.search).")
@@ -233,7 +237,9 @@ def _precision(
         int | None,
         typer.Option(help="A step with histograms; -1 is the last (default: the last)."),
     ] = None,
-    kind: _Kind = "grads",
+    kind: Annotated[
+        str, typer.Option(metavar="KIND", autocompletion=_kinds_with_histograms, help=_KIND_HELP)
+    ] = "grads",
     formats: Annotated[
         list[str] | None,
         typer.Option(

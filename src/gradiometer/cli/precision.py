@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.columns import EXPONENTS, LOWEST_BINADE, format_of, losses
+from gradiometer.columns import LOWEST_BINADE, format_of, losses
 from gradiometer.runs import RunError
 from gradiometer.stats import aligned, percent, with_short_names
 from gradiometer.terminal import printable
@@ -91,9 +91,6 @@ def look(run: Run, step: int | None, kind: str, formats: Sequence[str] | None) -
     Raises:
         RunError: if there are no histograms of that step or kind; the message says what there is.
     """
-    measured = [x.of for x in run.catalog.sparse if x.schema is EXPONENTS]
-    if measured and kind not in measured:
-        raise RunError(f"{run.path} has no histograms of {kind}; choose from {', '.join(measured)}")
     steps = run.precision_steps
     if step is not None and -len(steps) <= step < 0:
         step = steps[step]

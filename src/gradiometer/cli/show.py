@@ -30,7 +30,7 @@ class Shown:
         attempt: the attempt that wrote the step.
         attempts: all attempts in the folder.
         findings: the findings whose range includes this step, most severe first.
-        nearest: if the step has no tensors, the nearest steps before and after it that have some.
+        nearest: if the step has no tensors of this kind, the nearest steps before and after that have some.
     """
 
     run: str
@@ -80,20 +80,20 @@ def look(
 
     Args:
         run: the run.
-        step: its number; negative numbers count from the end. None for the last step with tensors, or for the
-            last step if none has tensors, and then with the findings of all steps.
+        step: its number; negative numbers count from the end. None for the last step with tensors of this
+            kind, or for the last step if none has any, and then with the findings of all steps.
         kind: the kind of the tensors.
         name: only tensors whose name matches (`re.Pattern.search`).
 
     Raises:
         RunError: if the run has no such step, kind or tensor; the message says what it has.
     """
-    rows = run.steps.select(["step", "recorded", "attempt"])
+    rows = run.steps.select(["step", "kinds", "attempt"])
     is_last = step is None
-    steps, recorded, attempts = (column.to_pylist() for column in rows.columns)
+    steps, measured, attempts = (column.to_pylist() for column in rows.columns)
     if not steps:
         raise RunError(f"{run.path} has no steps yet; try again when the run has written some")
-    having = [s for s, has in zip(steps, recorded, strict=True) if has]
+    having = [s for s, found in zip(steps, measured, strict=True) if kind in found]
     if step is None:
         step = (having or steps)[-1]
     elif -len(steps) <= step < 0:
@@ -110,7 +110,7 @@ def look(
     if name is not None and whole.measured and not report.measured:
         raise RunError(f"{run.path}: no tensor of step {step} has a name that matches {name.pattern!r}")
     before, after = [s for s in having if s < step], [s for s in having if s > step]
-    nearest = () if record.recorded else (*before[-1:], *after[:1])
+    nearest = () if record.has(kind) else (*before[-1:], *after[:1])
     findings = [f for f in run.findings if is_last or f.first_step <= step <= f.last_step]
     findings.sort(key=lambda f: (-f.severity, f.first_step))
     attempt = attempts[steps.index(step)]

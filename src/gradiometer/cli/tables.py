@@ -136,9 +136,10 @@ def rows(report: TableReport[Any], most: int | None, width: int) -> RenderableTy
     table = report.table(most)
     header, cells = table.header[1:], [row[1:] for row in table.rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    styles = [report.schema[name].style for name in report.schema.shown]
-    # drop the least informative columns first, but neither names nor flags
-    leave = sorted(range(min(len(styles), len(header))), key=lambda i: _DROPPED.get(styles[i], len(_DROPPED)))
+    styles = {i: report.schema[name].style for i, name in enumerate(report.schema.shown)}
+    # drop the least informative columns first, but not the flags
+    leave = [i for i, heading in enumerate(header) if heading != "flags"]
+    leave.sort(key=lambda i: _DROPPED.get(styles.get(i, ""), len(_DROPPED)))
     kept = list(range(len(header)))
     while leave and sum(widths[i] + 2 for i in kept) > width - 20:
         kept.remove(leave.pop(0))
@@ -164,20 +165,20 @@ def shown(found: Shown, top: int | None, console: Console) -> RenderableType:
     if record.skipped:
         lines.append(text(("its update was skipped", "yellow")))
     lines.append(text(""))
-    if not record.recorded:
+    if not record.has(found.kind):
         near = " and ".join(map(str, found.nearest)) or "none"
         lines.append(text(f"its tensors were not recorded; the nearest steps that have tensors: {near}"))
     elif _fits(report := found.report.to_string(top), console):
         styles = [""] * _HEAD + [_style(row) for row in found.report.ordered()[:top]]
-        for part, style in itertools.zip_longest(report.split("\n"), styles, fillvalue=""):
-            lines.append(text((part, style)))
+        styles += [""] * report.count("\n")
+        lines += [text((part, style)) for part, style in zip(report.split("\n"), styles, strict=False)]
     else:
         table = found.report.table(top)
         lines += [text(table.headline), rows(found.report, top, console.width)]
         lines += [text((table.more, "dim"))] * bool(table.more)
     if len(found.attempts) > 1:
         lines.append(text((_attempts(found), "dim")))
-    if record.recorded and len(found.report) < found.measured:
+    if len(found.report) < found.measured:
         lines.append(text((f"{len(found.report)} of {found.measured} tensors match --name", "dim")))
     listed = findings(found.findings)
     return group(*lines, *([text("")] if listed else []), *listed)

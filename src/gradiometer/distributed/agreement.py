@@ -107,8 +107,8 @@ class Agreement:
             rows = self._rows if same else self._rows_of(names)
             if columns.device.type == "cpu" and not torch.compiler.is_compiling():
                 # on other devices the index would have to be copied there
-                spread = columns.new_zeros((len(self.names), *columns.shape[1:]))
-                columns = spread.index_copy_(0, torch.tensor(rows, dtype=torch.int64, device="cpu"), columns)
+                every = columns.new_zeros((len(self.names), *columns.shape[1:]))
+                columns = every.index_copy_(0, torch.tensor(rows, dtype=torch.int64, device="cpu"), columns)
             else:
                 columns = spread(columns, rows, len(self.names))
         return columns

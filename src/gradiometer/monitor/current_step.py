@@ -68,11 +68,6 @@ class UpdateTracker:
             elif not updates.has_begun:
                 self._failures.attempt("updates", updates.keep_for, step + 1, every)
 
-    def begin_step(self) -> None:
-        """Begin a step in which nothing was measured."""
-        for updates in self.parts:
-            updates.end_step()
-
     def restart(self, step: int) -> None:
         """Copy the weights as those before this step, whose number was set."""
         for updates in self.parts:
@@ -182,14 +177,10 @@ class CurrentStep:
         self._updates.restart(self._reader.step)
         self._begin()
 
-    def report_if_none_ended(self) -> None:
-        """Report that no step has ended, though some were recorded or noted; the run is over."""
-        if not self._has_ended_any:
-            self._failures.attempt("advance", self._report_missing_ends)
-
     def _begin(self) -> None:
         self.is_recorded = False
-        self._updates.begin_step()
+        for updates in self._updates.parts:
+            updates.end_step()
         kept = self._pipeline.box.kept
         if kept is not None:
             self._failures.attempt("keep", kept.begin, self._reader.step)
@@ -203,8 +194,11 @@ class CurrentStep:
     def _pass_skips(self, skips: object) -> None:
         self._reader.skips = bool(skips)
 
-    def _report_missing_ends(self) -> None:
-        # the run is over, so a host sync costs nothing
+    def report_missing_ends(self) -> None:
+        """Report that no step has ended, though some were recorded or noted; the run is over."""
+        if self._has_ended_any:
+            return
+        # a host sync costs nothing now
         if float(self._recorder.cursor[Cursor.COUNT]):
             text = "steps were recorded, but none was ended: call advance() once per step, after "
             text += "optimizer.step(); with gm.watch, the last of its optimizers must step"

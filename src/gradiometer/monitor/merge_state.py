@@ -154,6 +154,7 @@ class WindowSchedule:
         most: the maximum number of recorded steps in a window.
 
     Attributes:
+        is_full_at: the number of waiting steps from which a window need not wait for more.
         recorded: for each step of the next window, whether it was recorded, so that its tensors are included.
             Without steps, ranks only exchange their status.
 
@@ -166,7 +167,7 @@ class WindowSchedule:
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self._most, self.is_full_at = most, min(MAX_STEPS, most)
         self.recorded: tuple[bool, ...] = (True,)
         # rounds since the last window; whether the first of them came too early for a rank
         self._tries = 0
@@ -176,11 +177,6 @@ class WindowSchedule:
     def size(self) -> int:
         """The number of steps of the next window."""
         return len(self.recorded)
-
-    @property
-    def is_full_at(self) -> int:
-        """The number of waiting steps from which a window need not wait for more."""
-        return min(MAX_STEPS, self._most)
 
     def observe(self, fewest: int) -> bool:
         """Return whether a window is complete, given the number of steps that waited on every rank."""
@@ -204,6 +200,6 @@ class WindowSchedule:
 
     def choose_last(self, most: int) -> int:
         """Choose the last steps of the rank that has ``most`` steps; return how many fit into a window."""
-        size = min(most, MAX_STEPS, self._most)
+        size = min(most, self.is_full_at)
         self.recorded = (True,) * size
         return size

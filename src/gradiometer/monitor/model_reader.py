@@ -70,7 +70,8 @@ class ModelReader:
             # the groups of the next step
             self._optimizers.read(afresh=True)
         old = self._state
-        quick = self._untied(), self._grad_writes(optimizers), has_loss_scale, self._driver
+        untied = tuple([(a.name, b.name) for a, b in self._tied if a.parameter is not b.parameter])
+        quick = untied, self._grad_writes(optimizers), has_loss_scale, self._driver
         before = old.untied, old.grad_writes, old.has_loss_scale, old.driver
         if afresh or modes != self._modes or quick != before:
             self._modes = modes
@@ -86,8 +87,12 @@ class ModelReader:
     def note(self) -> None:
         """Note the modes and the learning rates now, before an update, an evaluation or a scheduler."""
         # a model without gradients, such as a teacher, is not trained
-        modes = zip(self._training(), self._modules.values(), strict=True)
-        self._noted = self._now([is_training or not _has_gradient(module) for is_training, module in modes])
+        self._noted = self._now(
+            [
+                module.training or all(parameter.grad is None for parameter in module.parameters())
+                for module in self._modules.values()
+            ]
+        )
 
     def _now(self, modes: list[bool]) -> tuple[list[bool], OptimizerState | None]:
         return modes, self._optimizers.read(afresh=False)
@@ -132,16 +137,9 @@ class ModelReader:
         self._gradient = (_nothing, 0) if grad is None else (weakref.ref(grad), grad._version)  # noqa: SLF001
         return self._gradient[1] - version if is_kept else 0
 
-    def _untied(self) -> tuple[tuple[str, str], ...]:
-        return tuple([(a.name, b.name) for a, b in self._tied if a.parameter is not b.parameter])
-
 
 def _nothing() -> None:
     return None
-
-
-def _has_gradient(module: nn.Module) -> bool:
-    return any(parameter.grad is not None for parameter in module.parameters())
 
 
 class _Owned(NamedTuple):

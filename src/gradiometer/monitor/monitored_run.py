@@ -216,7 +216,7 @@ class MonitoredRun:
         if self._is_repeating():
             return
         self._current.complete()
-        self._current.report_if_none_ended()
+        self._failures.attempt("advance", self._current.report_missing_ends)
         self._call_at_close()
         self._pipeline.end()
         self._release()

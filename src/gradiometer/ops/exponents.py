@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_EXPONENT_COLUMNS, Cursor
+from gradiometer.columns import EXPONENTS, Cursor
 from gradiometer.ops import exponent_reference, packing, uploads
 from gradiometer.ops.dispatch import for_a_graph
 from gradiometer.ops.launch_plans import host_plan
@@ -64,7 +64,7 @@ def _by_reference(tensors: Sequence[Tensor], plan: LaunchPlan | None = None) -> 
 
 
 def _by_kernels(tensors: Sequence[Tensor], plan: LaunchPlan | None = None) -> Tensor:
-    rows = torch.zeros((len(tensors), NUM_EXPONENT_COLUMNS), dtype=torch.int64, device=tensors[0].device)
+    rows = torch.zeros((len(tensors), EXPONENTS.width), dtype=torch.int64, device=tensors[0].device)
     _launch(tensors, rows, None, plan)
     return rows
 
@@ -98,7 +98,7 @@ def _record_by_reference(tensors: Sequence[Tensor], store: Tensor, cursor: Tenso
 
 
 def _fake(tensors: list[Tensor]) -> Tensor:
-    return tensors[0].new_empty((len(tensors), NUM_EXPONENT_COLUMNS), dtype=torch.int64)
+    return tensors[0].new_empty((len(tensors), EXPONENTS.width), dtype=torch.int64)
 
 
 _measure = by_device(_by_reference, _by_kernels)

@@ -104,12 +104,8 @@ def pack_pairs(
 ) -> Pack:
     """Pack pairs of tensors, as `pack` does; ``pointers`` are those of all a, all b and all g.
 
-    Args:
-        sides: all a, all b and, if there are any, all g; an empty g stands for none.
-        chunk: as for `pack`.
-        max_chunks: as for `pack`.
-        plan: the result of `recognize` for all a, b and g in one list.
-        keep: as for `pack`.
+    ``sides``: all a, all b and, if there are any, all g; an empty g stands for none. ``plan``: the result of
+    `recognize` for all of them in one list.
     """
     tensors = list(chain.from_iterable(sides))
     plan = plan or recognize(tensors) or remember(tensors)

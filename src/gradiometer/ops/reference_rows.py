@@ -41,16 +41,21 @@ class Scratch:
         self.slots = list(zip(*[result.unbind() for result in results], strict=True))
 
 
-def rows_of(large: list[tuple[int, Tensor]]) -> Iterator[tuple[int, Row]]:
-    """Yield the index and the row of each tensor."""
-    return _by_tensor(large, _measure_block, _merge)
+def rows_of(
+    large: list[tuple[int, Tensor]], *, fingerprint: bool
+) -> Iterator[tuple[int, tuple[Row, list[Fingerprint]]]]:
+    """Yield the index and the row of each tensor, and its fingerprint if asked."""
 
+    def measure(block: Tensor, scratch: Scratch) -> tuple[Row, list[Fingerprint]]:
+        row = _measure_block(block, scratch)
+        # the block is still in a cache
+        return row, [bits.fingerprint(block, scratch.wide.view(torch.int64))] if fingerprint else []
 
-def rows_and_fingerprints_of(
-    large: list[tuple[int, Tensor]],
-) -> Iterator[tuple[int, tuple[Row, Fingerprint]]]:
-    """Do what `rows_of` does; also yield fingerprints."""
-    return _by_tensor(large, _measure_block_and_bits, _merge_both)
+    def merge(parts: list[tuple[Row, list[Fingerprint]]]) -> tuple[Row, list[Fingerprint]]:
+        found = [one for _, each in parts for one in each]
+        return _merge([row for row, _ in parts]), [reduce(Fingerprint.then, found)] if found else []
+
+    return _by_tensor(large, measure, merge)
 
 
 def sums_of_squares_of(large: list[tuple[int, Tensor]]) -> Iterator[tuple[int, float]]:
@@ -98,11 +103,6 @@ def _measure_block(block: Tensor, scratch: Scratch) -> Row:
             top = top if piece.dtype == torch.float64 else math.sqrt(top)
             rows.append((piece.numel(), sumsq.item(), total.item(), n_zero, 0.0, 0.0, 0.0, top))
     return _merge(rows)
-
-
-def _measure_block_and_bits(block: Tensor, scratch: Scratch) -> tuple[Row, Fingerprint]:
-    # the block is still in a cache
-    return _measure_block(block, scratch), bits.fingerprint(block, scratch.wide.view(torch.int64))
 
 
 def _measure_float(
@@ -177,11 +177,6 @@ def _merge(rows: list[Row]) -> Row:
     numel, sumsq, total, n_zero, n_nan, n_posinf, n_neginf, top = zip(*rows, strict=True)
     counts = map(sum, (n_zero, n_nan, n_posinf, n_neginf))
     return (sum(numel), fsum(sumsq), fsum(total), *counts, max(top))
-
-
-def _merge_both(parts: list[tuple[Row, Fingerprint]]) -> tuple[Row, Fingerprint]:
-    rows, fingerprints = zip(*parts, strict=True)
-    return _merge(list(rows)), reduce(Fingerprint.then, fingerprints)
 
 
 # small tensors

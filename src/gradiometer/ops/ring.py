@@ -239,20 +239,22 @@ def _append_by_kernels(
 _append = by_device(append_in_eager, _append_by_kernels)
 
 
-def _record_op(
-    tensors: list[Tensor],
-    vanishing: float,
-    exploding: float,
-    dead: float,
-    *rest: Any,
+def _record_op(tensors: list[Tensor], vanishing: float, exploding: float, dead: float, *rest: Any) -> None:
+    others: list[Any] = list(rest)
+    others[-2] = Section(*others[-2])
+    _record(tensors, Thresholds(vanishing, exploding, dead), *others)
+
+
+def _append_op(
+    columns: Tensor,
+    flags: Tensor,
+    grads: int,
+    steps: Tensor,
+    cursor: Tensor,
+    section: list[int],
+    fingerprints: Tensor | None = None,
 ) -> None:
-    *others, section, fingerprint = rest
-    _record(tensors, Thresholds(vanishing, exploding, dead), *others, Section(*section), fingerprint)
-
-
-def _append_op(*args: Any) -> None:
-    *others, section, bits = args if isinstance(args[-1], Tensor | None) else (*args, None)
-    _append(*others, Section(*section), bits)
+    _append(columns, flags, grads, steps, cursor, Section(*section), fingerprints)
 
 
 define(

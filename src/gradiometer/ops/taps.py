@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.columns import NUM_ACTIVATION_COLUMNS, NUM_ACTIVATION_SUMS
+from gradiometer.columns import ACTIVATIONS
 from gradiometer.inputs import as_real
 from gradiometer.ops import activation_reference, dispatch, ring, tap_partials
 from gradiometer.ops.library import REVISION, by_device, define
@@ -123,7 +123,7 @@ def _merge(kept: Tensor, columns: list[float]) -> None:
     numbers = ring.numbers(kept)
     for index, value in enumerate(columns):
         before = numbers[index]
-        numbers[index] = before + value if index < NUM_ACTIVATION_SUMS else max(before, value)
+        numbers[index] = before + value if index < ACTIVATIONS.num_sums else max(before, value)
 
 
 def new_store(rows: int, device: torch.device) -> Tensor:
@@ -132,8 +132,8 @@ def new_store(rows: int, device: torch.device) -> Tensor:
         from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
         scratch = math.prod(kernels.ACTIVATION_PARTIALS) + _MOST_CHANNELS // 2 + 1
-        rows += -(-scratch // NUM_ACTIVATION_COLUMNS)
-    return torch.zeros((rows, NUM_ACTIVATION_COLUMNS), dtype=torch.float64, device=device)
+        rows += -(-scratch // ACTIVATIONS.width)
+    return torch.zeros((rows, ACTIVATIONS.width), dtype=torch.float64, device=device)
 
 
 def _by_kernels(

@@ -140,8 +140,10 @@ def requested(
     return [*[kind for kind, is_asked in asked.items() if is_asked], *own]
 
 
-def register(kind: Kind) -> None:
-    """Add a kind, so that its derived values are known where a run is read.
+def register(kind: Kind) -> Kind:
+    """Add a kind of your own to `KINDS`, and return it.
+
+    Sinks then know its statistics, and its derived values are known wherever a run is read in this process.
 
     Raises:
         ValueError: if there is another kind of this name.
@@ -149,6 +151,7 @@ def register(kind: Kind) -> None:
     if KINDS.setdefault(kind.name, kind) != kind:
         msg = f"there is another kind {kind.name!r} of schema {KINDS[kind.name].schema.name}; rename one"
         raise ValueError(msg)
+    return kind
 
 
 def kind_named(name: str) -> Kind:

@@ -166,7 +166,7 @@ class Table:
             self.kind.schema,
             tuple(itertools.compress(self.rows.names, keep.tolist())),
             self.values[keep],
-            flags=self.flags[keep],
+            flags=self.flags[keep] if self.kind.schema.flags else None,
             thresholds=self.thresholds,
             fingerprints=None if self.fingerprints is None else self.fingerprints[keep],
         )

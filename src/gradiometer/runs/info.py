@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.recorder import Catalog, Rows, kinds_of
+from gradiometer.recorder import KINDS, Catalog, Rows, kinds_of
 from gradiometer.runs.files import RunError
 from gradiometer.runs.format import (
     FINGERPRINTS,
@@ -79,7 +79,17 @@ def load_catalog(values: Any) -> Catalog:
         ValueError: for anything else.
     """
     try:
-        return checked_catalog(Catalog.from_dict(values))
+        found = checked_catalog(Catalog.from_dict(values))
+        # rules and views ask for derived values of gradients, and of other kinds that they know
+        odd = [
+            kind.name
+            for kind in found.kinds.values()
+            if kind.name in KINDS and KINDS[kind.name] != kind and KINDS[kind.name].measure is None
+        ]
+        if odd or "grads" not in found.kinds:
+            msg = f"kind {odd[0]} is another one" if odd else "there is no kind grads"
+            raise ValueError(msg)  # noqa: TRY301 as for other content
+        return found
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         msg = f"catalog: {error!s:.80}" if isinstance(error, ValueError) else f"catalog: {error!r:.80}"
         raise ValueError(msg) from None

@@ -182,7 +182,7 @@ def problem_of(table: Table) -> str:
     schema, values = table.kind.schema, table.values
     for i, column in enumerate(schema.columns if len(values) else ()):
         found = values[:, i]
-        most = values[:, 0] if column.unit == "elements" and "numel" in schema.index else MOST
+        most = values[:, 0].clamp(max=MOST) if column.unit == "elements" else MOST
         if column.is_count and not bool(((found <= most) & (found >= (-MOST if column.signed else 0))).all()):
             return f"column {column.name} is a count, and has a number that is none, see gm.Column"
         if not column.signed and bool((found < 0).any()):

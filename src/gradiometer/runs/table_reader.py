@@ -158,10 +158,9 @@ class TableReader(OpenedRun):
         *,
         needs_all: bool,
     ) -> None:
-        columns = columns_of(schema, rows) if needs_all else None
+        columns = columns_of(schema, rows) if needs_all else torch.empty(0, device="cpu")
         for name, to in out.items():
-            stays = columns is None or name in stored
-            found = numbers(rows[name]) if stays else schema.value(columns, name)
+            found = numbers(rows[name]) if name in stored else schema.value(columns, name)
             put(to, found.to(torch.float64), places)
 
     def record(self, step: int) -> StepRecord:

@@ -136,7 +136,7 @@ def _findings(run: Run) -> tuple[list[dict[str, Any]], int]:
 
 def _row_of(run: Run, kind: str | None, tensor: str) -> int | None:
     catalog = run.catalog
-    rows = catalog.rows(kind) if kind in catalog.kinds else catalog.parameters
+    rows = catalog.parameters if kind is None or kind not in catalog.kinds else catalog.rows(kind)
     return rows.index.get(tensor)
 
 
