@@ -15,12 +15,11 @@ from gradiometer.columns import (
     HEADER_SKIPPED,
     HEADER_STEP,
     NUM_FINGERPRINT_COLUMNS,
-    TENSORS,
     Cursor,
     Section,
 )
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import is_due
+from gradiometer.kernels.primitives import NAN, NEGINF, POSINF, SUMSQ, is_due
 
 # defaults of arguments, see finalize.py
 _STEP = int(Cursor.STEP)
@@ -28,10 +27,6 @@ _COUNT = int(Cursor.COUNT)
 _SKIP_NONFINITE = int(Cursor.SKIP_NONFINITE)
 _SKIP_ABOVE = int(Cursor.SKIP_ABOVE)
 _SKIP = int(Cursor.SKIP)
-_SUMSQ = TENSORS.index["sumsq"]
-_NAN = TENSORS.index["n_nan"]
-_POSINF = TENSORS.index["n_posinf"]
-_NEGINF = TENSORS.index["n_neginf"]
 
 # rows per program
 _ROWS = 64
@@ -61,10 +56,10 @@ def _open_kernel(
     HEADER_STEP: tl.constexpr = HEADER_STEP,
     HEADER_SKIPPED: tl.constexpr = HEADER_SKIPPED,
     HEADER_SECTIONS: tl.constexpr = HEADER_SECTIONS,
-    SUMSQ: tl.constexpr = _SUMSQ,
-    NAN: tl.constexpr = _NAN,
-    POSINF: tl.constexpr = _POSINF,
-    NEGINF: tl.constexpr = _NEGINF,
+    SUMSQ: tl.constexpr = SUMSQ,
+    NAN: tl.constexpr = NAN,
+    POSINF: tl.constexpr = POSINF,
+    NEGINF: tl.constexpr = NEGINF,
 ):
     found = tl.zeros((), tl.int1)
     skip = tl.load(cursor_ptr + SKIP)

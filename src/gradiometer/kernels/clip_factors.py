@@ -16,14 +16,7 @@ import triton.language as tl
 from gradiometer.columns import TENSORS
 from gradiometer.kernels import tuning
 from gradiometer.kernels.finalize import bits
-
-# defaults of arguments, see finalize.py
-_NUMEL = TENSORS.index["numel"]
-_SUMSQ = TENSORS.index["sumsq"]
-_NAN = TENSORS.index["n_nan"]
-_POSINF = TENSORS.index["n_posinf"]
-_NEGINF = TENSORS.index["n_neginf"]
-_TOP = TENSORS.index["abs_max"]
+from gradiometer.kernels.primitives import NAN, NEGINF, NUMEL, POSINF, SUMSQ, TOP
 
 # as in gradiometer.control.coefficient
 _EPS = 1e-6
@@ -37,7 +30,7 @@ def _number(bits):
 
 @triton.jit
 def _nonfinite(
-    row, mask, NAN: tl.constexpr = _NAN, POSINF: tl.constexpr = _POSINF, NEGINF: tl.constexpr = _NEGINF
+    row, mask, NAN: tl.constexpr = NAN, POSINF: tl.constexpr = POSINF, NEGINF: tl.constexpr = NEGINF
 ):
     """Return the number of non-finite elements of each row."""
     infinite = tl.load(row + POSINF, mask=mask, other=0.0) + tl.load(row + NEGINF, mask=mask, other=0.0)
@@ -50,9 +43,9 @@ def _total(
     num_rows,
     NUM_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
-    NUMEL: tl.constexpr = _NUMEL,
-    SUMSQ: tl.constexpr = _SUMSQ,
-    TOP: tl.constexpr = _TOP,
+    NUMEL: tl.constexpr = NUMEL,
+    SUMSQ: tl.constexpr = SUMSQ,
+    TOP: tl.constexpr = TOP,
     INF: tl.constexpr = math.inf,
 ):
     """Return the norm, a norm that does not overflow, and the number of non-finite elements; of all rows."""
@@ -149,7 +142,7 @@ def _per_tensor_kernel(
     eps: tl.int64,
     NUM_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
-    SUMSQ: tl.constexpr = _SUMSQ,
+    SUMSQ: tl.constexpr = SUMSQ,
     EPS: tl.constexpr = _EPS,
     INF: tl.constexpr = math.inf,
 ):

@@ -27,10 +27,6 @@ _LEAST_FIELD = -22
 _STEP = int(Cursor.STEP)
 
 
-def _class_count(is_double: bool) -> int:
-    return 4096 if is_double else 2048
-
-
 @cache
 def classes(dtype: torch.dtype) -> torch.Tensor:
     """Return the column of each number of the kernel's own scale for a dtype, int32 on the host."""
@@ -42,7 +38,7 @@ def classes(dtype: torch.dtype) -> torch.Tensor:
     # for the second interval the last magnitude: the first is a tie for the widest rounding
     starts[1] = 2**36
     magnitudes = (((binades + 1023) << 52)[:, None] + starts).view(-1)
-    found = torch.full((_class_count(is_double),), EXPONENTS.width - 1, dtype=torch.int32, device="cpu")
+    found = torch.full((4096 if is_double else 2048,), EXPONENTS.width - 1, dtype=torch.int32, device="cpu")
     found[: len(magnitudes)] = bin_of(magnitudes).to(torch.int32)
     # then zeros, infinities and NaN
     found[len(magnitudes)] = 0

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import Cursor
+from gradiometer.columns import TENSORS, Cursor
 from gradiometer.kernels import tuning
 
 DTYPES: dict[Any, Any] = {
@@ -15,6 +15,10 @@ DTYPES: dict[Any, Any] = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+# indices of columns, as defaults of arguments, see finalize.py
+NUMEL, SUMSQ = TENSORS.index["numel"], TENSORS.index["sumsq"]
+NAN, POSINF, NEGINF = TENSORS.index["n_nan"], TENSORS.index["n_posinf"], TENSORS.index["n_neginf"]
+TOP = TENSORS.index["abs_max"]
 # integers with the bits of an element, by its size in bytes
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16}
 

@@ -12,8 +12,7 @@ from gradiometer.monitor.current_step import CurrentStep, UpdateTracker
 from gradiometer.monitor.failures import Failures, is_quiet, remember_handlers
 from gradiometer.monitor.kept_steps import KeptSteps
 from gradiometer.monitor.merge_window import MergeWindow
-from gradiometer.monitor.model_reader import ModelReader
-from gradiometer.monitor.parameter_check import ParameterCheck
+from gradiometer.monitor.model_reader import ModelReader, ParameterCheck
 from gradiometer.monitor.pipeline import Pipeline
 from gradiometer.monitor.rank_merger import RankMerger
 from gradiometer.monitor.run_names import choose_run_dir
@@ -52,7 +51,8 @@ class MonitoredRun:
         remember_handlers()
         ranks = setup.prepare_ranks(given["ranks"], model)
         rank = setup.rank_here(ranks)
-        queue, self._every = given["queue"], given["every"]
+        queue = given["queue"]
+        self._every: int = given["every"]
         with setup.together(ranks, setup.shared_options(given)) as group:
             folder = choose_run_dir(given["run_dir"], rank, ranks, group)
             setup.check_options(given, folder)
