@@ -157,12 +157,15 @@ def append(
     section: Section,
     fingerprints: torch.Tensor | None = None,
 ) -> None:
-    """Do what `gradiometer.ops.ring.append_` does; all tensors are contiguous."""
+    """Do what `gradiometer.ops.append_` does."""
     capacity, size = ring.shape
     given, num_columns = columns.shape
     plan = torch.empty(1 + section.tables, dtype=torch.int64, device=ring.device)
     tile, threads, registers = tuning.FINALIZE
     options = tuning.options(threads, registers, ring.device)
+    # the kernels read rows one after the other
+    columns, flags = columns.contiguous(), flags.contiguous()
+    bits = flags if fingerprints is None else fingerprints.contiguous()
     _open_kernel[(1,)](
         columns,
         ring,
@@ -182,7 +185,7 @@ def append(
         _write_kernel[(triton.cdiv(section.rows, _ROWS),)](
             columns,
             flags,
-            flags if fingerprints is None else fingerprints,
+            bits,
             ring,
             plan,
             given,

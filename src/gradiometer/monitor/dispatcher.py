@@ -159,14 +159,8 @@ class Dispatcher:
                     self._box.see(record)
                     if self._box.lost_the_loss:
                         # build it now, because later steps of the batch change what is known
-                        faults.append(
-                            self._box.fault(
-                                "non-finite loss",
-                                f"loss {record.loss_text}",
-                                record.step,
-                                self.ledger.findings,
-                            )
-                        )
+                        why = "non-finite loss", f"loss {record.loss_text}"
+                        faults.append(self._box.fault(*why, record.step, self.ledger.findings))
                 except BaseException as error:  # noqa: BLE001 the sinks must still get the step
                     self._failures.add("black box", error)
         for thread in self._sink_threads:

@@ -50,7 +50,6 @@ class KeptSteps:
         path: the file to write.
         recorder, model: of the weights and buffers, which are kept only with ``weights``.
         weights: whether to keep them.
-        failures: counts failures.
     """
 
     def __init__(

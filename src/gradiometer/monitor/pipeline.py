@@ -53,7 +53,6 @@ class Pipeline:
         recorder: the recorder whose steps are delivered.
         rules, sinks: the rules and sinks that receive them.
         queue: steps that may wait for them.
-        failures: counts failures.
         describe: returns the run's information for the sinks, given its first step.
         merger: merges steps with other ranks; then rules and sinks get the job's steps on the first rank. On
             other ranks they get this rank's own steps, which its black box needs.

@@ -62,7 +62,6 @@ class RankMerger:
         ranks: the agreement of the ranks.
         window: packs and unpacks the steps.
         limit: steps that may wait; beyond that the oldest lose their tensors.
-        failures: counts failures.
         group: a separate process group on the CPU.
 
     Attributes:

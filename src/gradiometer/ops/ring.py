@@ -220,20 +220,10 @@ def _write(
         start += part.shape[1]
 
 
-def _append_by_kernels(
-    columns: Tensor,
-    flags: Tensor,
-    grads: int,
-    steps: Tensor,
-    cursor: Tensor,
-    section: Section,
-    fingerprints: Tensor | None = None,
-) -> None:
+def _append_by_kernels(*args: Any, **options: Any) -> None:
     from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
-    # the kernels read rows one after the other
-    bits = None if fingerprints is None else fingerprints.contiguous()
-    kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor, section, bits)
+    kernels.append(*args, **options)
 
 
 _append = by_device(append_in_eager, _append_by_kernels)
