@@ -90,7 +90,8 @@ def _binades(run: Run, kind: Kind) -> tuple[int, int] | None:
     if not len(table):
         return None
     compute = require("pyarrow.compute", "monitor", "A run record")
-    positions = torch.tensor(compute.list_flatten(table["positions"]).unique().to_pylist(), dtype=torch.int64)
+    known = compute.list_flatten(table["positions"]).unique().to_pylist()
+    positions = torch.tensor(known, dtype=torch.int64, device="cpu")
     inner = positions[(positions > 0) & (positions < NUM_EXPONENT_COLUMNS - 2)]
     if not len(inner):
         # nothing but zeros: one binade, which stays empty
