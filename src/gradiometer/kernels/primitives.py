@@ -127,7 +127,7 @@ def merge_chunks(
     partials: torch.Tensor,
     num_tensors: int,
     width: int,
-    tuned: tuning.Finalize,
+    tuned: tuning.Tiles,
     **options: Any,
 ) -> torch.Tensor:
     """Launch a kernel that merges the partials of each tensor's chunks into its row; return all rows."""
