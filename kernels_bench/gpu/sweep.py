@@ -70,7 +70,7 @@ def tuned(dtype: torch.dtype, change: dict):
         _set(dtype, **before)
 
 
-def _set(dtype: torch.dtype, chunk: int, moments: tuning.Moments, finalize: tuning.Finalize) -> None:
+def _set(dtype: torch.dtype, chunk: int, moments: tuning.Moments, finalize: tuning.Tiles) -> None:
     tuning.CHUNK = chunk
     tuning.MOMENTS[dtype] = moments
     tuning.FINALIZE = finalize

@@ -360,14 +360,14 @@ def hurry(patch):
 
 def break_one(rank, trainer, patch):
     """Make the monitor of the second rank fail at construction."""
-    from gradiometer.monitor import construction
+    from gradiometer.monitor import monitored_run
 
     def broken(*args, **kwargs):
         msg = "out of telemetry"
         raise RuntimeError(msg)
 
     if rank == 1:
-        patch.setattr(construction, "Recorder", broken)
+        patch.setattr(monitored_run, "Recorder", broken)
 
 
 def forget_one(rank, trainer, patch):

@@ -625,11 +625,11 @@ def forgets(rank, run_dir):
         del monitor, circle
         began = time.monotonic()
         has_gone.set()
-        while not pipeline._is_ended and time.monotonic() - began < 30:
+        while not pipeline.is_ended and time.monotonic() - began < 30:
             time.sleep(0.01)
     finally:
         gc.enable()
-    return pipeline._is_ended, merged._failures.counts
+    return pipeline.is_ended, merged._failures.counts
 
 
 def test_a_forgotten_monitor_that_is_collected_on_its_own_thread_ends_in_order(two_ranks, tmp_path):

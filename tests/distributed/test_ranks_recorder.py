@@ -12,7 +12,7 @@ import gradiometer as gm
 from gradiometer import ops
 from gradiometer.columns import PAIRS, TENSORS, Cursor
 from gradiometer.monitor.failures import Failures
-from gradiometer.monitor.parameter_check import ParameterCheck
+from gradiometer.monitor.model_reader import ParameterCheck
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.updates import Updates
 from support.rank_models import KINDS, Collectives, backward, mesh_of, sharded, whole

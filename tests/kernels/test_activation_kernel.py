@@ -15,13 +15,7 @@ import pytest
 import torch
 
 from conftest import INTERPRETED
-from gradiometer.columns import (
-    ACTIVATION_COLUMNS,
-    ACTIVATION_INDEX,
-    CURSOR_SIZE,
-    NUM_ACTIVATION_COLUMNS,
-    Cursor,
-)
+from gradiometer.columns import ACTIVATIONS, CURSOR_SIZE, Cursor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +53,7 @@ class Target:
     """A store of three rows, a cursor and the scratch of launches."""
 
     def __init__(self, step: float = 0, every: float = 1) -> None:
-        self.store = torch.zeros(3, NUM_ACTIVATION_COLUMNS, dtype=torch.float64)
+        self.store = torch.zeros(3, ACTIVATIONS.width, dtype=torch.float64)
         self.cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64)
         self.cursor[Cursor.STEP], self.cursor[Cursor.EVERY] = step, every
         self.partials = torch.full(
@@ -81,7 +75,7 @@ class Target:
     @property
     def columns(self) -> dict[str, float]:
         assert self.store[[0, 2]].count_nonzero() == 0
-        return dict(zip(ACTIVATION_INDEX, self.store[ROW].tolist(), strict=True))
+        return dict(zip(ACTIVATIONS.index, self.store[ROW].tolist(), strict=True))
 
 
 def partials_of(x: Tensor) -> list[Tensor]:
@@ -119,7 +113,7 @@ def expected(x: Tensor, channel_dim: int = -1) -> dict[str, float]:
         "n_calls": 1,
         "abs_max": top,
     }
-    assert list(found) == list(ACTIVATION_INDEX)
+    assert list(found) == list(ACTIVATIONS.index)
     return found
 
 
@@ -239,7 +233,7 @@ def test_calls_merge():
     target.measure(second, 1)
     target.measure(first)
     a, b = expected(first), expected(second, 1)
-    merges = {column.name: max if column.merge == "max" else sum for column in ACTIVATION_COLUMNS}
+    merges = {column.name: max if column.merge == "max" else sum for column in ACTIVATIONS.columns}
     assert target.columns == {name: merge([a[name], b[name]]) for name, merge in merges.items()}
     assert target.columns["n_calls"] == 2
     assert target.columns["abs_max"] == 7
@@ -250,7 +244,7 @@ def test_calls_merge():
 )
 def test_only_a_step_that_is_due_is_measured(step, every, is_due):
     target = Target(step, every)
-    target.store[ROW] = torch.arange(NUM_ACTIVATION_COLUMNS)
+    target.store[ROW] = torch.arange(ACTIVATIONS.width)
     before = target.store.clone()
     target.measure(shaped((9, 20)))
     assert target.partials.isnan().all() == (not is_due)

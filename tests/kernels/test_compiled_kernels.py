@@ -20,13 +20,11 @@ from gradiometer.columns.derived import compute_flags
 from conftest import INTERPRETED
 from gradiometer import PerTensorClip, Thresholds, ZScoreClip
 from gradiometer.columns import (
-    COLUMN_INDEX,
     COLUMNS,
     CURSOR_SIZE,
     DEFAULT_THRESHOLDS,
     HEADER_SECTIONS,
-    NUM_COLUMNS,
-    PAIR_COLUMNS,
+    PAIRS,
     TENSORS,
     Cursor,
     Section,
@@ -37,7 +35,7 @@ from gradiometer.control import scale as eager_scale
 from gradiometer.control.adaptive_clip import AdaptiveClip, Gradients
 from gradiometer.ops import clipping, dispatch, launch_plans
 from gradiometer.ops import tensors as tensor_ops
-from gradiometer.ops.chunk_map import chunk_map_of
+from gradiometer.ops.launch_plans import chunk_map_of
 from gradiometer.stats import norms_of
 from support import fingerprints, oracle, pair_oracle
 
@@ -157,7 +155,7 @@ def test_the_partials_of_thousands_of_chunks_are_merged(target):
     with kernels(target):
         columns, flags = launchers.finalize(chunk_map.table, partials, len(counts), DEFAULT_THRESHOLDS)
     assert columns.tolist() == expected
-    assert flags.tolist() == compute_flags(columns, DEFAULT_THRESHOLDS).tolist()
+    assert flags.tolist() == TENSORS.flags_of(columns, DEFAULT_THRESHOLDS).tolist()
 
 
 @each_target
@@ -253,7 +251,7 @@ def test_flags_compare_with_thresholds_in_fp64(target):
         with kernels(target):
             columns, flags = tensor_stats(tensors, limits)
         assert flags.tolist() == in_eager(tensors, limits)[1].tolist()
-        assert columns[:, COLUMN_INDEX["numel"]].tolist() == [9, 16, 5, 0]
+        assert columns[:, TENSORS.index["numel"]].tolist() == [9, 16, 5, 0]
 
 
 # fingerprints
@@ -323,7 +321,7 @@ def test_the_fingerprints_of_thousands_of_chunks_are_merged(target):
 
 def pair_rows(sides: Sequence[Sequence[Tensor]]) -> list[dict[str, float]]:
     columns = torch.ops.gradiometer.pair_stats(*map(list, sides))
-    names = [column.name for column in PAIR_COLUMNS]
+    names = [column.name for column in PAIRS.columns]
     return [dict(zip(names, row, strict=True)) for row in columns.tolist()]
 
 
@@ -408,7 +406,7 @@ def test_the_partials_of_thousands_of_chunks_of_pairs_are_merged(target):
             own[:, [i for i in range(count) if i != 2 ** (k - 3)]] = 0
         values = dict(zip(names, own.sum(1).tolist(), strict=True)) | {"numel": count * 16}
         values["abs_max_u"] = own[names.index("abs_max_u")].max().item() if count else 0.0
-        expected.append([values[column.name] for column in PAIR_COLUMNS])
+        expected.append([values[column.name] for column in PAIRS.columns])
     with kernels(target):
         columns = launchers.finalize_pairs(chunk_map.table, partials, len(counts))
     assert columns.tolist() == expected
@@ -487,7 +485,7 @@ def test_a_ring_of_many_rows_has_them_all(target):
     with kernels(target):
         ring.record(tensors, rows, gated=False)
     found = ring.steps[0, ring.section.offset :].view(rows, -1)
-    assert_exact(tensors, found[:, :NUM_COLUMNS].contiguous(), found[:, NUM_COLUMNS].int())
+    assert_exact(tensors, found[:, : TENSORS.width].contiguous(), found[:, TENSORS.width].int())
 
 
 # scaling
@@ -557,13 +555,13 @@ def test_scaling_begins_with_what_was_measured_last():
 
 def clip_columns(size: int, generator: torch.Generator) -> Tensor:
     """Return columns whose sums are exact in any order: integers, some times a power of 2, or not finite."""
-    columns = torch.zeros(size, NUM_COLUMNS, dtype=torch.float64)
-    sumsq, top = columns[:, COLUMN_INDEX["sumsq"]], columns[:, COLUMN_INDEX["abs_max"]]
+    columns = torch.zeros(size, TENSORS.width, dtype=torch.float64)
+    sumsq, top = columns[:, TENSORS.index["sumsq"]], columns[:, TENSORS.index["abs_max"]]
 
     def draw(end: int) -> Tensor:
         return torch.randint(end, (size,), generator=generator).double()
 
-    columns[:, COLUMN_INDEX["numel"]] = draw(1000)
+    columns[:, TENSORS.index["numel"]] = draw(1000)
     sumsq.copy_(draw(50) + 1)
     # spikes and norms of 0, of single rows or of a whole step
     chance = int(draw(8)[0]) if size else 0
@@ -574,7 +572,7 @@ def clip_columns(size: int, generator: torch.Generator) -> Tensor:
         # squares beyond fp64
         sumsq[0], top[0] = math.inf, 1e200
     elif chance == 3:
-        columns[-1, COLUMN_INDEX[("n_nan", "n_posinf", "n_neginf")[int(draw(3)[0])]]] = 2.0
+        columns[-1, TENSORS.index[("n_nan", "n_posinf", "n_neginf")[int(draw(3)[0])]]] = 2.0
     elif chance in {4, 5}:
         # gradients times a scale of NaN, or of Inf
         sumsq[size // 2], top[size // 2] = math.nan, math.nan if chance == 4 else math.inf
@@ -643,8 +641,8 @@ def test_the_decisions_of_clipping_are_those_of_its_operators(target, kind, size
 @chosen_target
 def test_the_total_norm_of_clipping_is_a_sum_in_fp64(target):
     size = 2 * tuning.FINALIZE.tile + 9
-    columns = torch.zeros(size, NUM_COLUMNS, dtype=torch.float64)
-    sumsq = columns[:, COLUMN_INDEX["sumsq"]]
+    columns = torch.zeros(size, TENSORS.width, dtype=torch.float64)
+    sumsq = columns[:, TENSORS.index["sumsq"]]
     sumsq.copy_(torch.rand(size, dtype=torch.float64) * 10.0 ** torch.arange(size).fmod(20))
     clip, again = ZScoreClip(), ZScoreClip()
     with kernels(target):
@@ -671,7 +669,7 @@ def test_a_view_that_begins_anywhere_costs_little_more(dtype):
         with kernels("sm_90") as launches:
             columns, _ = tensor_stats([x])
             clipping.scale_([x], half, dispatch.writable([x]))
-        assert columns[0, COLUMN_INDEX["sumsq"]] == n
+        assert columns[0, TENSORS.index["sumsq"]] == n
         assert (x == 0.5).all()
         moments.append(launches[0].instructions)
         scale.append(launches[-1].instructions)

@@ -24,7 +24,6 @@ import torch
 from gradiometer.columns import (
     CURSOR_SIZE,
     HEADER_SECTIONS,
-    NUM_COLUMNS,
     NUM_EXPONENT_COLUMNS,
     TENSORS,
     Section,
@@ -443,7 +442,7 @@ def test_a_step_is_written_by_two_launches_without_atomics(target):
 def test_a_decision_to_clip_spills_nothing_and_is_made_in_fp64(target, per_tensor):
     from gradiometer import kernels
 
-    columns, one, record = [torch.zeros(s, dtype=torch.float64) for s in ((5, NUM_COLUMNS), (1,), (3, 5))]
+    columns, one, record = [torch.zeros(s, dtype=torch.float64) for s in ((5, TENSORS.width), (1,), (3, 5))]
     buffers = (record[0], one, record) if per_tensor else (record[0, :3], record[:, :1])
     with recorded_launches() as launches, launching_for(target):
         kernels.clip_factors(columns, buffers, [0.0, 1.0, 25.0, math.inf, 1e-6], per_tensor=per_tensor)

@@ -29,7 +29,6 @@ FILES = tuple(
         "monitor/pipeline",
         "monitor/ring_reader",
         "monitor/monitored_run",
-        "monitor/update_tracker",
         "monitor/failures",
         "monitor/dispatcher",
         "recorder/recorder",

@@ -250,7 +250,7 @@ def test_on_a_device_a_step_asks_for_nothing():
     def steps(away, loss):
         monitor = Monitor(away, rules=(), capacity=100, updates=True)
         monitor._pipeline._start = lambda: None
-        monitor._pipeline._is_started = True
+        monitor._pipeline.is_started = True
         monitor._pipeline._next = math.inf
         for _ in range(5):
             monitor.record()

@@ -112,7 +112,7 @@ def test_on_a_device_only_due_steps_are_copied_and_nothing_waits():
     def steps(away, loss):
         monitor = gm.Monitor(away, rules=(), capacity=100, precision=4)
         monitor._pipeline._start = lambda: None
-        monitor._pipeline._is_started = True
+        monitor._pipeline.is_started = True
         monitor._pipeline._next = float("inf")
         # a fake device has no pinned memory
         monitor._recorder.exponents.copy = lambda: copied.append(monitor.step) or []

@@ -12,10 +12,9 @@ import pytest
 from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.monitor import rank_merger
 from gradiometer.monitor.failures import Failures
-from gradiometer.monitor.merge_state import MergeState, Phase
+from gradiometer.monitor.merge_state import MergeState, Phase, StepQueue, WindowSchedule
+from gradiometer.monitor.merge_window import MergeWindow
 from gradiometer.monitor.rank_merger import RankMerger
-from gradiometer.monitor.step_queue import StepQueue
-from gradiometer.monitor.window_schedule import WindowSchedule
 from support.rank_threads import Agreed, Side, catalog_of, step_of
 
 
@@ -31,7 +30,8 @@ class Job:
         self.mergers = []
         for rank in range(size):
             ranks = Agreed(rank, size, timeout)
-            one = RankMerger(ranks, catalog_of(size), DEFAULT_THRESHOLDS, limit, Failures(), None)
+            window = MergeWindow(ranks, catalog_of(size), DEFAULT_THRESHOLDS)
+            one = RankMerger(ranks, window, limit, Failures(), None)
             one._run = partial(self._run_as, rank, one._run)
             self.mergers.append(one)
 

@@ -98,7 +98,7 @@ def state_of(owner):
     if isinstance(owner, Monitor):
         reader = owner._pipeline.reader
         parts += [owner.step, owner.every, reader.step, owner.findings, plain(owner._recorder.cursor)]
-        parts += [owner._pipeline.dispatcher.ledger.gap, owner._recorder.ring[:, 0, 0].tolist()]
+        parts += [owner._pipeline.dispatcher.ledger.gap, owner._recorder.ring[:, 0].tolist()]
     return repr(parts)
 
 

@@ -12,10 +12,8 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer.cli import show
-from gradiometer.columns import ACTIVATION_COLUMNS, ACTIVATION_INDEX, Cursor
-from gradiometer.recorder import KINDS
+from gradiometer.columns import ACTIVATIONS, Cursor
 from gradiometer.rules import DeadUnits, Finding, Severity
-from gradiometer.runs.format import TAPS, TENSORS
 from gradiometer.sinks.selection import Selection, lookup
 from gradiometer.web.data import page_of
 from support.compiling import graphs, inductor_if_deep, no_recompile
@@ -104,19 +102,10 @@ def agrees(record, columns):
     n = len(NAMES)
     stats = gm.ActivationStats(tuple(f"{i}" for i in range(2 * n)), columns)
     for kind, own in (("activations", slice(n)), ("activation_grads", slice(n, None))):
-        measured = record.measured(kind)
-        names = [name for name, there in zip(record.roster.names, measured.tolist(), strict=True) if there]
-        assert tuple(names) == NAMES
-        for name in (*ACTIVATION_INDEX, *DERIVED):
-            value = record.value(name, kind)
-            assert torch.equal(value[measured], getattr_of(stats, name)[own]), (kind, name)
-            assert not value[~measured].any()
-
-
-def getattr_of(stats, name):
-    if name in ACTIVATION_INDEX:
-        return stats.columns[:, ACTIVATION_INDEX[name]]
-    return getattr(stats, name)
+        assert record.names(kind) == NAMES
+        assert record.measured(kind).all()
+        for name in (*ACTIVATIONS.index, *DERIVED):
+            assert torch.equal(record.value(name, kind), getattr(stats, name)[own]), (kind, name)
 
 
 @pytest.mark.parametrize("fingerprint", [False, True])
@@ -129,14 +118,13 @@ def test_a_run_has_what_the_taps_have_measured(tmp_path, tapped, fingerprint, cl
     # while it is open, the steps are in the journal
     (monitor.close if close else monitor.flush)()
     run = gm.read_run(tmp_path)
-    assert run.roster.names == (*[name for name, _ in model.named_parameters()], *NAMES)
+    assert run.catalog.taps.names == NAMES
     records = list(run.records())
     for record, columns in zip(records, measured, strict=True):
         agrees(record, columns)
         assert record.total() > 0
     _, kurtosis = run.matrix("kurtosis", "activations")
-    assert torch.equal(kurtosis[2][-len(NAMES) :], records[2].value("kurtosis", "activations")[-len(NAMES) :])
-    assert kurtosis[:, : -len(NAMES)].isnan().all()
+    assert torch.equal(kurtosis[2], records[2].value("kurtosis", "activations"))
     comparison = gm.compare_runs(tmp_path, tmp_path)
     assert comparison.same
     assert comparison.identical == fingerprint
@@ -181,7 +169,7 @@ def test_record_and_advance_may_be_in_the_graph(tapped, backend):
     assert int(taps.cursor[Cursor.STEP]) == 3
     assert not taps.values.any()
     # each step has its own calls: nothing adds up
-    calls = [record.value("n_calls", "activations").tolist()[-len(NAMES) :] for record in found]
+    calls = [record.value("n_calls", "activations").tolist() for record in found]
     assert calls == [[1.0, 1.0, 1.0, 1.0, 2.0]] * 3
 
 
@@ -193,25 +181,23 @@ def test_gradients_are_recorded_as_without_taps(tmp_path, tapped):
         with gm.Monitor(model, taps=taps, run_dir=tmp_path / name, **options) as monitor:
             train(model, taps, monitor)
     runs = [gm.read_run(tmp_path / name) for name in ("with", "without")]
-    timeless = [run.steps.drop_columns(["time"]).to_pylist() for run in runs]
-    assert timeless[0] == timeless[1]
-    for kind in ("grads", "weights", "updates"):
-        tables = [run.tensors(kind=kind).drop_columns([field.name for field in TAPS]) for run in runs[:1]]
-        assert tables[0].to_pylist() == runs[1].tensors(kind=kind).to_pylist()
-    # nothing of taps is written without them
-    own = runs[1].tensors(kind="grads").schema.names
-    assert not {field.name for field in TAPS} & {*own}
-    assert own[: len(TENSORS)] == [field.name for field in TENSORS]
-    assert runs[1].roster.kinds == KINDS[:3]
-    assert runs[1].record(0).tap_sums is None
-    assert runs[0].record(0).of_parameters.roster == runs[1].roster
+    # but for the statistics of activations in the table of steps
+    shared = [name for name in runs[1].steps.schema.names if name not in {"time", "kinds"}]
+    steps, others = [run.steps.select(shared).to_pylist() for run in runs]
+    assert steps == others
+    for name in ("tensors", "pairs"):
+        first, second = [run.table(name).to_pylist() for run in runs]
+        assert first == second
+    assert [*runs[1].catalog.kinds] == ["grads", "weights", "updates"]
+    assert runs[0].catalog.parameters == runs[1].catalog.parameters
 
 
-def test_a_recorder_without_taps_has_the_same_ring(tapped):
+def test_a_recorder_without_taps_has_no_room_for_them(tapped):
     model, taps = tapped()
     plain, more = gm.Recorder(model, updates=True), gm.Recorder(model, updates=True, taps=taps)
-    assert plain.ring.shape[1] == 1 + 3 * len(list(model.parameters()))
-    assert more.ring.shape[1] == plain.ring.shape[1] + 4 * len(NAMES)
+    # a number of each table in the header of a slot, and the columns and flags of each row
+    room = 2 * (1 + len(NAMES) * (ACTIVATIONS.width + 1))
+    assert more.ring.shape[1] == plain.ring.shape[1] + room
 
 
 def test_steps_that_the_taps_leave_out_are_not_measured(tapped):
@@ -248,8 +234,8 @@ def test_a_loss_scale_is_taken_out_of_the_gradients(tapped, as_tensor):
     plain, scaled = recorder.read()
     # powers of two change no digit
     for kind in ("activations", "activation_grads"):
-        for column in ACTIVATION_COLUMNS:
-            assert torch.equal(plain.value(column.name, kind), scaled.value(column.name, kind)), column.name
+        for name in ACTIVATIONS.index:
+            assert torch.equal(plain.value(name, kind), scaled.value(name, kind)), name
 
 
 def test_taps_that_do_not_fit_are_refused(tapped):
@@ -313,40 +299,34 @@ def checked(model, taps, rules, poison=None, steps=25, loss=None):
         return monitor.findings
 
 
-def test_the_first_activation_that_is_not_finite_is_named(tapped):
-    model, taps = tapped()
-
-    def poison(model):
-        model.blocks[1].act.register_forward_hook(lambda *args: args[2] * math.nan)
-
+def of_output(model):
     # after the tap's own hook: its output is finite, so the next one in the forward pass is the first
-    (found,) = [f for f in checked(model, taps, None, poison) if f.rule == "nonfinite"]
-    assert (found.kind, found.tensor) == ("activations", "blocks.1.out")
-    assert found.severity == Severity.ERROR
-    assert "the loss is nan" in found.message
+    model.blocks[1].act.register_forward_hook(lambda *args: args[2] * math.nan)
 
 
-def test_of_nested_modules_the_inner_is_named_first(tapped):
-    model, taps = tapped()
-
-    def poison(model):
-        model.blocks[0].up.register_forward_hook(lambda *args: args[2] + math.inf)
-
-    (found,) = [f for f in checked(model, taps, None, poison) if f.rule == "nonfinite"]
-    assert (found.kind, found.tensor) == ("activations", "blocks.0.act.out")
+def of_an_inner_module(model):
+    model.blocks[0].up.register_forward_hook(lambda *args: args[2] + math.inf)
 
 
-def test_a_gradient_that_is_not_finite_is_named_where_it_began(tapped):
-    model, taps = tapped()
+def of_a_gradient(model):
+    # after the gradient of the first block's output was measured
+    model.blocks[1].register_forward_pre_hook(
+        lambda _, args: args[0].register_hook(lambda g: g * math.nan) and None
+    )
 
-    def poison(model):
-        # after the gradient of the first block's output was measured
-        model.blocks[1].register_forward_pre_hook(
-            lambda _, args: args[0].register_hook(lambda g: g * math.nan) and None
-        )
 
-    (found,) = [f for f in checked(model, taps, None, poison) if f.rule == "nonfinite"]
-    assert (found.kind, found.tensor) == ("activation_grads", "blocks.0.act.out")
+@pytest.mark.parametrize(
+    ("poison", "kind", "name", "message"),
+    [
+        (of_output, "activations", "blocks.1.out", "the loss is nan"),
+        (of_an_inner_module, "activations", "blocks.0.act.out", ""),
+        (of_a_gradient, "activation_grads", "blocks.0.act.out", ""),
+    ],
+)
+def test_the_first_values_that_are_not_finite_are_named(tapped, poison, kind, name, message):
+    (found,) = [f for f in checked(*tapped(), None, poison) if f.rule == "nonfinite"]
+    assert (found.kind, found.tensor, found.severity) == (kind, name, Severity.ERROR)
+    assert message in found.message
 
 
 def test_a_mask_of_minus_infinity_is_only_mentioned():

@@ -16,7 +16,7 @@ from torch import nn
 
 import gradiometer as gm
 from conftest import KERNELS
-from gradiometer.ops.revision import REVISION, digest
+from gradiometer.ops.library import REVISION, digest
 from support.compiling import Kept, needs_compiler
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="each process chooses whether kernels measure its tensors")
@@ -123,7 +123,7 @@ def test_a_package_in_a_zip_file_and_one_without_source_have_digests(tmp_path):
     assert len({without_source, digest(bare), frozen[0], REVISION}) == 4
     # the version alone
     assert frozen[0] == frozen[1]
-    code = "from gradiometer.ops.revision import REVISION; print(REVISION)"
+    code = "from gradiometer.ops.library import REVISION; print(REVISION)"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         env={**os.environ, "PYTHONPATH": str(archive)},

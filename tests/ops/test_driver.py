@@ -88,7 +88,9 @@ def test_a_ring_on_a_device_without_kernels_is_written_through_the_host():
             p.grad = torch.full_like(p, 1.0 + step)
         stats = gm.collect([p.grad for p in model.parameters()] + list(model.parameters()))
         for ring_, cursor in ((here.ring, here.cursor), buffers):
-            ring.append_(stats.columns, stats.flags, 2, ring_, cursor, here.layout.adjacent("grads", 2))
+            ring.append_in_eager(
+                stats.columns, stats.flags, 2, ring_, cursor, here.layout.adjacent("grads", 2)
+            )
         here.advance()
         away.advance()
     assert torch.equal(here.ring, away.ring)

@@ -359,7 +359,7 @@ def test_groups_have_none():
     stats = gm.collect({"x.a": torch.ones(3), "x.b": torch.ones(4)}, fingerprint=True)
     for grouped in (stats.group({"all": "."}), stats.by_module()):
         assert grouped.fingerprints is None
-        assert [row.fingerprint for row in grouped.materialize()] == [None]
+        assert [row.fingerprint for row in grouped.materialize().rows()] == [None]
 
 
 def test_stats_with_fingerprints_are_a_pytree():
@@ -431,7 +431,8 @@ def test_a_ring_holds_what_collect_returns():
         report = record.report("grads")
         assert [row.fingerprint for row in report.rows()] == [x for x in grads if x is not None]
     # an update has none
-    assert records[-1].fingerprints("updates").tolist() == [[-1, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert records[-1].has("updates")
+    assert records[-1].fingerprints("updates") is None
 
 
 def test_a_ring_takes_given_stats_if_they_have_fingerprints():

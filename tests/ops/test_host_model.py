@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS
-from gradiometer.ops import clipping, dispatch, launch_plans, packing, uploads, warm_up
-from gradiometer.ops.chunk_map import chunk_map_of
+from gradiometer.ops import clipping, dispatch, launch_plans, packing, uploads
+from gradiometer.ops.launch_plans import chunk_map_of
 
 pytest.importorskip("triton", reason="the kernels' path")
 
@@ -271,7 +271,7 @@ MUTANTS = {
         "False",
     ),
     "addresses are not compared": (packing, "_keep", "kept.addresses == addresses", "True"),
-    "tables are kept in a warm-up": (warm_up, "is_possible", "return True", "return False"),
+    "tables are kept in a warm-up": (uploads, "may_warm_up", "return True", "return False"),
     "pinned memory is released later": (
         uploads,
         "copy",

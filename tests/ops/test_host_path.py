@@ -29,7 +29,7 @@ import gradiometer as gm
 from conftest import INTERPRETED
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_COLUMNS
-from gradiometer.ops import dispatch, launch_plans, packing, uploads, warm_up
+from gradiometer.ops import dispatch, launch_plans, packing, uploads
 from gradiometer.ops import guards as tensor_guards
 from gradiometer.ops import tensors as tensor_ops
 from kernels_bench import host_path as bench
@@ -543,7 +543,7 @@ def graph_trees(request, monkeypatch):
         monkeypatch.setitem(sys.modules, GRAPH_TREES, ModuleType(GRAPH_TREES))
     if request.param == "not in this torch":
         monkeypatch.setitem(sys.modules, "torch._inductor", ModuleType("torch._inductor"))
-        monkeypatch.setattr(warm_up, "_has_graph_trees", lambda: False)
+        monkeypatch.setattr(uploads, "_has_graph_trees", lambda: False)
     return request.param
 
 
@@ -559,11 +559,11 @@ def test_calls_through_the_dispatcher_keep_tables_where_no_graph_can_be_warmed_u
 IMPORT = f"""
 import sys
 import torch._inductor.compile_fx
-from gradiometer.ops import warm_up
+from gradiometer.ops import uploads
 
 assert "{GRAPH_TREES}" not in sys.modules
-assert warm_up._has_graph_trees()
-assert not warm_up.is_possible()
+assert uploads._has_graph_trees()
+assert not uploads.may_warm_up()
 """
 
 

@@ -12,7 +12,7 @@ import gradiometer as gm
 from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.ops import INTERPRETED, in_graph
 from gradiometer.ops.eager_plan import SMALL
-from gradiometer.ops.revision import REVISION
+from gradiometer.ops.library import REVISION
 from support.compiling import Kept, every_backend, needs_compiler, no_recompile
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the kernels measure CPU tensors")

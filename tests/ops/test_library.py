@@ -16,7 +16,7 @@ from conftest import KERNELS
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.ops import reference
-from gradiometer.ops.chunk_map import chunk_map_of
+from gradiometer.ops.launch_plans import chunk_map_of
 from support import oracle, strategies
 from support.gradients import bit_patterns
 from support.strategies import Recipe, lists

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import gradiometer as gm
 from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.ops import launch_plans, packing, uploads
-from gradiometer.ops.chunk_map import chunk_map_of
+from gradiometer.ops.launch_plans import chunk_map_of
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -338,16 +338,21 @@ def test_what_a_captured_call_reads_is_never_written_again(capturing):
     assert moved.pointers.data_ptr() != captured.pointers.data_ptr()
 
 
-def test_what_captured_graphs_are_filled_from_is_kept_as_long_as_the_process(capturing, monkeypatch):
-    # the meta device stands for one that data is uploaded to
-    pinned = []
+@pytest.fixture
+def pinned(monkeypatch):
+    found = []
 
     def pin_memory(source):
-        pinned.append(source.clone())
-        return pinned[-1]
+        found.append(source.clone())
+        return found[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(uploads, "_captured", [])
+    return found
+
+
+def test_what_captured_graphs_are_filled_from_is_kept_as_long_as_the_process(capturing, pinned):
+    # the meta device stands for one that data is uploaded to
     tensors, others = [torch.ones(5)], [torch.ones(5)]
     pack_of(*tensors)
     # as if the list had been seen on that device
@@ -517,15 +522,7 @@ def test_captured_pairs_read_tables_that_are_never_written_again(capturing):
     assert (captured.pointers.tolist(), captured.table.tolist()) == content
 
 
-def test_captured_pairs_keep_pinned_memory_as_long_as_the_process(capturing, monkeypatch):
-    pinned = []
-
-    def pin_memory(source):
-        pinned.append(source.clone())
-        return pinned[-1]
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    monkeypatch.setattr(uploads, "_captured", [])
+def test_captured_pairs_keep_pinned_memory_as_long_as_the_process(capturing, pinned):
     sides = [[torch.ones(5)], [torch.ones(5)]]
     pairs_of(*sides)
     one = replace(known()[0], device=torch.device("meta"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradiometer.columns import COLUMN_NAMES, DEFAULT_THRESHOLDS, Flag, Thresholds
-from gradiometer.ops import eager_plan, reference, reference_blocks, streaming
+from gradiometer.ops import eager_plan, reference, reference_rows, streaming
 from kernels_bench import scripts
 
 LIMIT_MIB = 4.0
@@ -35,7 +35,7 @@ def awkward_tensors():
 @pytest.mark.parametrize("name", awkward_tensors())
 def test_pieces_cover_every_element_once_in_views_of_bounded_size(name):
     x = awkward_tensors()[name]
-    pieces = list(reference_blocks._pieces(x, streaming.piece_length()))
+    pieces = list(reference_rows._pieces(x, streaming.piece_length()))
     assert all(piece.numel() <= streaming.piece_length() for piece in pieces)
     assert all(piece.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for piece in pieces)
     together = torch.cat([piece.reshape(-1) for piece in pieces]).sort().values

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from gradiometer import kernels
-from gradiometer.columns import NUM_COLUMNS
+from gradiometer.columns import TENSORS
 from gradiometer.ops import dispatch, launch_plans, uploads
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ def installed(lists_kept: int) -> Iterator[HostModel]:
 
     def finalize(table: Tensor, _: Tensor, count: int, *__: Any) -> tuple[Tensor, Tensor]:
         model.launch(None, table)
-        return torch.zeros(count, NUM_COLUMNS, dtype=torch.float64), torch.zeros(count, dtype=torch.int32)
+        return torch.zeros(count, TENSORS.width, dtype=torch.float64), torch.zeros(count, dtype=torch.int32)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uploads, "_pinned", model.pin)

@@ -87,7 +87,6 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
         """Start to watch, from the monitor's state in the resumed checkpoint if it has one."""
-        del args, control, kwargs
         # with auto_find_batch_size, an earlier attempt that ran out of memory was a separate run
         self._session.end()
         if not (state.is_world_process_zero or distributed.is_active()):
@@ -112,24 +111,20 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     @while_running
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Copy the weights for the updates."""
-        del args, state, control, kwargs
         self._session.begin_updates()
 
     @while_running
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the updates, before the Trainer clears the gradients."""
-        del args, state, control, kwargs
         self._session.record_updates()
 
     @while_running
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the step."""
-        del args, state, control, kwargs
         self._session.advance()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the monitor's state, of the first rank, in the checkpoint just written."""
-        del control, kwargs
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         # on all ranks, because the first rank waits for the steps of the others
         values = self._session.state_dict()
@@ -143,7 +138,6 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the monitor."""
-        del args, state, control, kwargs
         self._session.end()
 
     def _load(self, path: Path) -> Any:

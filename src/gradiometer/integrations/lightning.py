@@ -119,7 +119,6 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     @while_running
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Measure the gradients that this optimizer is about to use."""
-        del pl_module
         # Lightning has unscaled the gradients already, except for an optimizer that does it itself
         scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
         scaler = scaler_of(trainer.precision_plugin) if scaled else None
@@ -136,7 +135,6 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the loss, and end the step if there was an update."""
-        del trainer, batch, batch_idx
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if pl_module.automatic_optimization:
             self._session.add_loss(loss)
@@ -146,18 +144,15 @@ class MonitorCallback(Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the monitor."""
-        del trainer, pl_module
         self._session.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write the black box, also after Ctrl-C, which Lightning does not re-raise."""
-        del trainer, pl_module
         self._session.end(exception)
         self._forget_module()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Forget the module, so that it can be freed while the callback is kept."""
-        del trainer, pl_module, stage
         self._forget_module()
 
     def _forget_module(self) -> None:

@@ -197,14 +197,10 @@ def _not_held(optimizer: Optimizer, held: Sequence[Tensor]) -> str:
 
 
 class _Loop:
-    """Calls a monitor from optimizers; an error ends the watching, and training goes on.
+    """Calls a monitor from optimizers, the last of which ends the step.
 
-    Args:
-        monitor: the monitor.
-        optimizers: the optimizers; the last one ends the step.
-        parts: the named parameters of each optimizer.
-        measured: arguments of `collect_grads`, as those of the monitor.
-        has_updates: whether the monitor records updates.
+    An error ends the watching, and training goes on. ``parts``: the named parameters of each optimizer.
+    ``measured``: arguments of `collect_grads`, as those of the monitor.
     """
 
     def __init__(
@@ -246,11 +242,7 @@ class _Loop:
         self._advance_outside(optimizer)
 
     def wrap(self, scaler: GradScaler) -> Callable[[], None]:
-        """Record before ``scaler.step``, and end the step after it, also if it skips the update.
-
-        Returns:
-            a function that undoes it.
-        """
+        """Record before ``scaler.step``, and end the step after it, even if skipped; return the undoing."""
         watched = scaler.step = _WatchedStep(self, scaler)  # type: ignore[method-assign]
         return watched.unwrap
 

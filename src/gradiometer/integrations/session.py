@@ -169,24 +169,18 @@ class Session:
     def _resume(self, state: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
         """Load a state and return it; without one, or if that fails, set the step and return None."""
         assert self.monitor is not None  # noqa: S101 for the type checker
-        if state is not None and self._load(state):
-            return state
+        if state is not None:
+            try:
+                self.monitor.load_state_dict(state)
+            except Exception as error:  # noqa: BLE001 a foreign state may hold anything
+                raise_of_handlers(error)
+                text = f"the state in the checkpoint cannot be loaded ({type(error).__name__}: {error}); "
+                self.say(text + "the rules start without a history")
+            else:
+                return state
         if step:
             self.monitor.step = step
         return None
-
-    def _load(self, state: Mapping[str, Any]) -> bool:
-        assert self.monitor is not None  # noqa: S101 for the type checker
-        try:
-            self.monitor.load_state_dict(state)
-        except Exception as error:  # noqa: BLE001 a foreign state may hold anything
-            raise_of_handlers(error)
-            text = f"{type(error).__name__}: {error}"
-            self.say(
-                f"the state in the checkpoint cannot be loaded ({text}); the rules start without a history"
-            )
-            return False
-        return True
 
     def record(self, scaler: GradScaler | None = None, only: Iterable[Tensor] | None = None) -> None:
         """Measure the gradients, ``only`` of these parameters if given, unscaled if given a ``scaler``."""

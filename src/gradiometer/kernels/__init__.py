@@ -1,4 +1,11 @@
-"""Triton kernels; the only place that imports triton."""
+"""Triton kernels; the only place that imports triton.
+
+The launchers share arguments: ``pointers``, the addresses of T tensors; ``table``, that of a `ChunkMap` of
+`gradiometer.ops`; ``num_tensors``, T; ``dtype``, ``first_chunk`` and ``num_chunks``, one of its groups.
+``partials`` have a column for each of all N chunks; a launch writes those of its group. A ``cursor`` or
+``gate`` is that of a ring: with a gate, nothing is read or written in a step that is not due. Shapes and
+dtypes stand at the arguments of the kernels; all tensors are contiguous.
+"""
 
 from gradiometer.kernels import tuning
 from gradiometer.kernels.activations import ACTIVATION_PARTIALS, activation

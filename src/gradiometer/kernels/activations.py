@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS, Cursor
+from gradiometer.columns import ACTIVATIONS, Cursor
 from gradiometer.kernels import tuning
 from gradiometer.kernels.primitives import add_to, halves, is_due, is_finite
 
@@ -31,12 +31,12 @@ _CHANNELS = 2048
 
 # defaults of arguments, see finalize.py
 _EVERY = int(Cursor.EVERY)
-_NUMEL = ACTIVATION_INDEX["numel"]
-_FIRST = ACTIVATION_INDEX["sumsq"]
-_TOP = ACTIVATION_INDEX["abs_max"]
-_CALLS = ACTIVATION_INDEX["n_calls"]
-_NUM_CHANNELS = ACTIVATION_INDEX["n_channels"]
-_ZERO_CHANNELS = ACTIVATION_INDEX["n_zero_channels"]
+_NUMEL = ACTIVATIONS.index["numel"]
+_FIRST = ACTIVATIONS.index["sumsq"]
+_TOP = ACTIVATIONS.index["abs_max"]
+_CALLS = ACTIVATIONS.index["n_calls"]
+_NUM_CHANNELS = ACTIVATIONS.index["n_channels"]
+_ZERO_CHANNELS = ACTIVATIONS.index["n_zero_channels"]
 
 
 @triton.jit
@@ -307,15 +307,15 @@ def activation(
     only the cursor, and writes nothing. An empty tensor is not measured.
 
     Args:
-        x: fp64, fp32, bf16 or fp16, contiguous.
-        store: ``(R, 12) float64``, contiguous; row ``row`` is changed in place.
+        x: fp64, fp32, bf16 or fp16.
+        store: row ``row`` is changed in place.
         row: the row to merge into.
-        cursor: ``(6,) float64``, of a ring. The step is due if ``every`` is above 0 and divides it.
-        partials: float64 scratch of shape `ACTIVATION_PARTIALS`, contiguous, with any values.
-        alive: int32 scratch of C or more elements, contiguous; 0 before and after each launch.
-        counter: int32 scratch of one element; 0 before and after each launch.
+        cursor: the step is due if ``every`` is above 0 and divides it.
+        partials: scratch of shape `ACTIVATION_PARTIALS`, with any values.
+        alive: scratch of C or more elements; 0 before and after each launch.
+        counter: scratch of one element, likewise.
         channel_dim: the dimension whose C indices are the channels.
-        flag: one int32; with 0, the launch does nothing. See `gradiometer.kernels.merge_partials`.
+        flag: with 0, the launch does nothing. See `gradiometer.kernels.merge_partials`.
     """
     numel = x.numel()
     if numel == 0:
@@ -354,7 +354,7 @@ def activation(
         UNROLL=unroll,
         NUM_SUMS=len(_SUMS),
         MAX_PROGRAMS=tuning.MAX_PROGRAMS,
-        NUM_COLUMNS=NUM_ACTIVATION_COLUMNS,
+        NUM_COLUMNS=ACTIVATIONS.width,
         CHANNELS=_CHANNELS,
         MERGED=tuning.MERGED_PROGRAMS,
         FLAGGED=flag is not None,

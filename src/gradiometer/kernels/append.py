@@ -15,12 +15,11 @@ from gradiometer.columns import (
     HEADER_SKIPPED,
     HEADER_STEP,
     NUM_FINGERPRINT_COLUMNS,
-    TENSORS,
     Cursor,
     Section,
 )
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import is_due
+from gradiometer.kernels.primitives import NAN, NEGINF, POSINF, SUMSQ, is_due
 
 # defaults of arguments, see finalize.py
 _STEP = int(Cursor.STEP)
@@ -28,10 +27,6 @@ _COUNT = int(Cursor.COUNT)
 _SKIP_NONFINITE = int(Cursor.SKIP_NONFINITE)
 _SKIP_ABOVE = int(Cursor.SKIP_ABOVE)
 _SKIP = int(Cursor.SKIP)
-_SUMSQ = TENSORS.index["sumsq"]
-_NAN = TENSORS.index["n_nan"]
-_POSINF = TENSORS.index["n_posinf"]
-_NEGINF = TENSORS.index["n_neginf"]
 
 # rows per program
 _ROWS = 64
@@ -61,10 +56,10 @@ def _open_kernel(
     HEADER_STEP: tl.constexpr = HEADER_STEP,
     HEADER_SKIPPED: tl.constexpr = HEADER_SKIPPED,
     HEADER_SECTIONS: tl.constexpr = HEADER_SECTIONS,
-    SUMSQ: tl.constexpr = _SUMSQ,
-    NAN: tl.constexpr = _NAN,
-    POSINF: tl.constexpr = _POSINF,
-    NEGINF: tl.constexpr = _NEGINF,
+    SUMSQ: tl.constexpr = SUMSQ,
+    NAN: tl.constexpr = NAN,
+    POSINF: tl.constexpr = POSINF,
+    NEGINF: tl.constexpr = NEGINF,
 ):
     found = tl.zeros((), tl.int1)
     skip = tl.load(cursor_ptr + SKIP)
@@ -162,22 +157,15 @@ def append(
     section: Section,
     fingerprints: torch.Tensor | None = None,
 ) -> None:
-    """Write rows of one step, and decide whether to skip the step.
-
-    Args:
-        columns: ``(M, C) float64``, contiguous, of the first M rows of the section.
-        flags: ``(M,) int32``, contiguous.
-        grads: the number of gradients, which are the first rows.
-        ring: ``(capacity, size) float64``, changed in place.
-        cursor: ``(6,) float64``, changed in place.
-        section: where the rows are.
-        fingerprints: ``(M, 3) int64``, contiguous, if the section has room for them.
-    """
+    """Do what `gradiometer.ops.append_` does."""
     capacity, size = ring.shape
     given, num_columns = columns.shape
     plan = torch.empty(1 + section.tables, dtype=torch.int64, device=ring.device)
     tile, threads, registers = tuning.FINALIZE
     options = tuning.options(threads, registers, ring.device)
+    # the kernels read rows one after the other
+    columns, flags = columns.contiguous(), flags.contiguous()
+    bits = flags if fingerprints is None else fingerprints.contiguous()
     _open_kernel[(1,)](
         columns,
         ring,
@@ -197,7 +185,7 @@ def append(
         _write_kernel[(triton.cdiv(section.rows, _ROWS),)](
             columns,
             flags,
-            flags if fingerprints is None else fingerprints,
+            bits,
             ring,
             plan,
             given,

@@ -13,17 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.columns import TENSORS
 from gradiometer.kernels import tuning
 from gradiometer.kernels.finalize import bits
-
-# defaults of arguments, see finalize.py
-_NUMEL = COLUMN_INDEX["numel"]
-_SUMSQ = COLUMN_INDEX["sumsq"]
-_NAN = COLUMN_INDEX["n_nan"]
-_POSINF = COLUMN_INDEX["n_posinf"]
-_NEGINF = COLUMN_INDEX["n_neginf"]
-_TOP = COLUMN_INDEX["abs_max"]
+from gradiometer.kernels.primitives import NAN, NEGINF, NUMEL, POSINF, SUMSQ, TOP
 
 # as in gradiometer.control.scale
 _EPS = 1e-6
@@ -37,7 +30,7 @@ def _number(bits):
 
 @triton.jit
 def _nonfinite(
-    row, mask, NAN: tl.constexpr = _NAN, POSINF: tl.constexpr = _POSINF, NEGINF: tl.constexpr = _NEGINF
+    row, mask, NAN: tl.constexpr = NAN, POSINF: tl.constexpr = POSINF, NEGINF: tl.constexpr = NEGINF
 ):
     """Return the number of non-finite elements of each row."""
     infinite = tl.load(row + POSINF, mask=mask, other=0.0) + tl.load(row + NEGINF, mask=mask, other=0.0)
@@ -50,9 +43,9 @@ def _total(
     num_rows,
     NUM_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
-    NUMEL: tl.constexpr = _NUMEL,
-    SUMSQ: tl.constexpr = _SUMSQ,
-    TOP: tl.constexpr = _TOP,
+    NUMEL: tl.constexpr = NUMEL,
+    SUMSQ: tl.constexpr = SUMSQ,
+    TOP: tl.constexpr = TOP,
     INF: tl.constexpr = math.inf,
 ):
     """Return the norm, a norm that does not overflow, and the number of non-finite elements; of all rows."""
@@ -149,7 +142,7 @@ def _per_tensor_kernel(
     eps: tl.int64,
     NUM_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
-    SUMSQ: tl.constexpr = _SUMSQ,
+    SUMSQ: tl.constexpr = SUMSQ,
     EPS: tl.constexpr = _EPS,
     INF: tl.constexpr = math.inf,
 ):
@@ -215,7 +208,7 @@ def clip_factors(
         *buffers,
         columns.shape[0],
         *[bits(x) for x in settings],
-        NUM_COLUMNS=NUM_COLUMNS,
+        NUM_COLUMNS=TENSORS.width,
         TILE=tile,
         **tuning.options(threads, registers, columns.device),
     )

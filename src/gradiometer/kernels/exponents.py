@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import HIGHEST_BINADE, LOWEST_BINADE, NUM_EXPONENT_COLUMNS, Cursor, bin_of
+from gradiometer.columns import EXPONENTS, HIGHEST_BINADE, LOWEST_BINADE, Cursor, bin_of
 from gradiometer.kernels import tuning
 from gradiometer.kernels.primitives import DTYPES, WORDS, is_due, locate
 
@@ -27,10 +27,6 @@ _LEAST_FIELD = -22
 _STEP = int(Cursor.STEP)
 
 
-def _class_count(is_double: bool) -> int:
-    return 4096 if is_double else 2048
-
-
 @cache
 def classes(dtype: torch.dtype) -> torch.Tensor:
     """Return the column of each number of the kernel's own scale for a dtype, int32 on the host."""
@@ -42,11 +38,11 @@ def classes(dtype: torch.dtype) -> torch.Tensor:
     # for the second interval the last magnitude: the first is a tie for the widest rounding
     starts[1] = 2**36
     magnitudes = (((binades + 1023) << 52)[:, None] + starts).view(-1)
-    found = torch.full((_class_count(is_double),), NUM_EXPONENT_COLUMNS - 1, dtype=torch.int32, device="cpu")
+    found = torch.full((4096 if is_double else 2048,), EXPONENTS.width - 1, dtype=torch.int32, device="cpu")
     found[: len(magnitudes)] = bin_of(magnitudes).to(torch.int32)
     # then zeros, infinities and NaN
     found[len(magnitudes)] = 0
-    found[len(magnitudes) + 1] = NUM_EXPONENT_COLUMNS - 2
+    found[len(magnitudes) + 1] = EXPONENTS.width - 2
     return found
 
 
@@ -124,7 +120,7 @@ def _near(word, start, DTYPE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.conste
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors"])
 def _exponents_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
+    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
     classes_ptr,  # int32, the column of each class
     rows_ptr,  # (T, COLUMNS) int64
     gate_ptr,  # a cursor; unused without GATED
@@ -200,18 +196,9 @@ def exponents(
     num_tensors: int,
     gate: torch.Tensor | None = None,
 ) -> None:
-    """Add the histograms of one dtype's chunks to their tensors' rows.
+    """Add the histograms of one group's chunks to their tensors' rows, ``(T, C) int64`` or wider.
 
-    Args:
-        pointers: ``(T,) int64``, the tensors' addresses.
-        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
-        columns: `classes` of this dtype, on the device.
-        rows: ``(T, C) int64``, or wider.
-        dtype: the dtype of these chunks' tensors.
-        first_chunk: the group's first chunk.
-        num_chunks: the group's number of chunks.
-        num_tensors: T.
-        gate: a cursor; nothing is read or written in a step that is not due.
+    ``columns``: `classes` of this dtype, on the device.
     """
     tile, unroll, threads, registers = tuning.EXPONENTS[dtype]
     is_double = dtype == torch.float64
@@ -238,7 +225,7 @@ def exponents(
 
 @triton.jit(do_not_specialize=["num_tensors"])
 def _begin_kernel(
-    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
+    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
     rows_ptr,  # (T + 1, WIDTH) int64
     gate_ptr,  # a cursor
     num_tensors: tl.int32,
@@ -257,13 +244,9 @@ def _begin_kernel(
 
 
 def begin_exponents(table: torch.Tensor, rows: torch.Tensor, gate: torch.Tensor, num_tensors: int) -> None:
-    """Clear the rows of tensors that have elements, and the last row, and write the step, if it is due.
+    """Clear the rows of tensors that have elements, and the last row, if the step is due.
 
-    Args:
-        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
-        rows: ``(T + 1, C + 1) int64``; the last column of these rows gets the step.
-        gate: a cursor.
-        num_tensors: T.
+    Their last column gets the step.
     """
     _, threads, registers = tuning.FINALIZE
     width = rows.shape[1]

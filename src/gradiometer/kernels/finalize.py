@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS, Flag, Thresholds
+from gradiometer.columns import TENSORS, Flag, Thresholds
 from gradiometer.kernels import tuning
 from gradiometer.kernels.moments import PARTIALS
 
@@ -25,28 +25,24 @@ _NONFINITE = PARTIALS.index("n_nonfinite")
 _NAN = PARTIALS.index("n_nan")
 _POSINF = PARTIALS.index("n_posinf")
 
-# indices in schema.COLUMNS; sumsq, sum and n_zero have the same order there as in PARTIALS
-_NUMEL = COLUMN_INDEX["numel"]
-_FIRST_SUM = COLUMN_INDEX["sumsq"]
-_NAN_COLUMN = COLUMN_INDEX["n_nan"]
-_POSINF_COLUMN = COLUMN_INDEX["n_posinf"]
-_NEGINF_COLUMN = COLUMN_INDEX["n_neginf"]
-_TOP_COLUMN = COLUMN_INDEX["abs_max"]
+# indices of columns; sumsq, sum and n_zero have the same order there as in PARTIALS
+_NUMEL = TENSORS.index["numel"]
+_FIRST_SUM = TENSORS.index["sumsq"]
+_NAN_COLUMN = TENSORS.index["n_nan"]
+_POSINF_COLUMN = TENSORS.index["n_posinf"]
+_NEGINF_COLUMN = TENSORS.index["n_neginf"]
+_TOP_COLUMN = TENSORS.index["abs_max"]
 
 # rows of a ChunkMap's table, whose first row is numel
 _FIRST_CHUNK = 2
 _NUM_CHUNKS = 3
 
-_NAN_FLAG = int(Flag.NAN)
-_INF_FLAG = int(Flag.INF)
-_VANISHING = int(Flag.VANISHING)
-_EXPLODING = int(Flag.EXPLODING)
-_DEAD = int(Flag.DEAD)
+_NAN_FLAG, _INF_FLAG, _VANISHING, _EXPLODING, _DEAD = map(int, Flag)
 
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks", "vanishing", "exploding", "dead"])
 def _finalize_kernel(
-    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
+    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
     partials_ptr,  # (7, N) float64, see moments.PARTIALS
     columns_ptr,  # (T, C) float64
     flags_ptr,  # (T,) int32
@@ -153,19 +149,11 @@ def finalize(
     thresholds: Thresholds,
     inv_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge all chunks' partials into a row for each tensor.
+    """Merge all chunks' partials into the columns ``(T, C) float64`` and flags ``(T,) int32`` of tensors.
 
-    Args:
-        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
-        partials: ``(7, N) float64``.
-        num_tensors: T.
-        thresholds: the limits for the flags.
-        inv_scale: one element on the same device; the rows are those of ``inv_scale * x``.
-
-    Returns:
-        columns ``(T, C) float64`` and flags ``(T,) int32``.
+    With ``inv_scale``, one element on the same device, the rows are those of ``inv_scale * x``.
     """
-    columns = torch.empty((num_tensors, NUM_COLUMNS), dtype=torch.float64, device=partials.device)
+    columns = torch.empty((num_tensors, TENSORS.width), dtype=torch.float64, device=partials.device)
     flags = torch.empty((num_tensors,), dtype=torch.int32, device=partials.device)
     tile, threads, registers = tuning.FINALIZE
     _finalize_kernel[(num_tensors,)](
@@ -178,7 +166,7 @@ def finalize(
         partials.shape[1],
         *(bits(x) for x in (thresholds.vanishing, thresholds.exploding, thresholds.dead)),
         HAS_INV_SCALE=inv_scale is not None,
-        NUM_COLUMNS=NUM_COLUMNS,
+        NUM_COLUMNS=TENSORS.width,
         TILE=tile,
         **tuning.options(threads, registers, partials.device),
     )

@@ -19,6 +19,7 @@ from gradiometer.columns.fingerprint import (
     signed,
 )
 from gradiometer.kernels import tuning
+from gradiometer.kernels.primitives import merge_chunks
 
 # of a chunk: the position of its last tile, in words, its number of bytes, and both sums
 NUM_FINGERPRINT_PARTIALS = 4
@@ -89,7 +90,7 @@ def chunk_sums(lanes, sums, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks"])
 def _merge_kernel(
-    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
+    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
     partials_ptr,  # (4, N) int64
     out_ptr,  # (T, 3) int64
     num_tensors: tl.int32,
@@ -121,26 +122,5 @@ def _merge_kernel(
 
 
 def finalize_fingerprints(table: torch.Tensor, partials: torch.Tensor, num_tensors: int) -> torch.Tensor:
-    """Merge the partials of all chunks into a fingerprint for each tensor.
-
-    Args:
-        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
-        partials: ``(4, N) int64``.
-        num_tensors: T.
-
-    Returns:
-        ``(T, 3) int64``, see `gradiometer.columns.fingerprint.FINGERPRINT_COLUMNS`.
-    """
-    out = torch.empty((num_tensors, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64, device=partials.device)
-    tile, threads, registers = tuning.FINALIZE
-    _merge_kernel[(num_tensors,)](
-        table,
-        partials,
-        out,
-        num_tensors,
-        partials.shape[1],
-        COLUMNS=NUM_FINGERPRINT_COLUMNS,
-        TILE=tile,
-        **tuning.options(threads, registers, partials.device),
-    )
-    return out
+    """Merge the partials of all chunks into a fingerprint for each tensor, ``(T, 3) int64``."""
+    return merge_chunks(_merge_kernel, table, partials, num_tensors, NUM_FINGERPRINT_COLUMNS, tuning.FINALIZE)

@@ -87,7 +87,7 @@ def _joined(parts):
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _moments_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
+    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
     partials_ptr,  # (7, N) float64
     gate_ptr,  # the cursor of a ring; unused without GATED
     fingerprints_ptr,  # (4, N) int64, see fingerprint.py; unused without FINGERPRINT
@@ -236,19 +236,9 @@ def moments(
     gate: torch.Tensor | None = None,
     fingerprints: torch.Tensor | None = None,
 ) -> None:
-    """Write the partials of one dtype's chunks.
+    """Write the partials of one group's chunks, and those of fingerprints if there is room for them.
 
-    Args:
-        pointers: ``(T,) int64``, the tensors' addresses.
-        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
-        partials: ``(7, N) float64``, written at columns ``first_chunk ... first_chunk + num_chunks - 1``.
-        dtype: the dtype of these chunks' tensors.
-        first_chunk: the group's first chunk.
-        num_chunks: the group's number of chunks.
-        num_tensors: T.
-        gate: the cursor of a ring; nothing is read or written in a step that is not due.
-        fingerprints: ``(4, N) int64``, written in the same columns; tensors then begin at multiples of 8
-            bytes.
+    For fingerprints, tensors begin at multiples of 8 bytes.
     """
     tile, unroll, threads, registers = tuning.MOMENTS[dtype]
     words = tile * dtype.itemsize // WORD_BYTES

@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import NUM_PAIR_COLUMNS, PAIR_INDEX
+from gradiometer.columns import PAIRS as SCHEMA
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import DTYPES, WORDS, halves, is_finite
+from gradiometer.kernels.primitives import DTYPES, WORDS, halves, is_finite, merge_chunks
 
 # all columns but numel, in their order; the last is a maximum
-PAIR_PARTIALS = tuple(PAIR_INDEX)[1:]
+PAIR_PARTIALS = tuple(SCHEMA.index)[1:]
 # their number, as a power of two
 _PARTS = 16
 
@@ -134,7 +134,7 @@ def _sums(totals):
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _pairs_kernel(
     pointers_ptr,  # (3 * T,) int64, of a, b and g; (2 * T,) without G
-    table_ptr,  # (7 * T + N,) int64, see ops/chunk_map.py; (6 * T + N,) without G
+    table_ptr,  # (7 * T + N,) int64, see ops/launch_plans.py; (6 * T + N,) without G
     partials_ptr,  # (14, N) float64, see PAIR_PARTIALS
     first_chunk: tl.int32,
     num_tensors: tl.int32,
@@ -293,17 +293,7 @@ def pairs(
     num_chunks: int,
     num_tensors: int,
 ) -> None:
-    """Write the partials of the chunks with these dtypes.
-
-    Args:
-        pointers: ``(3 * T,) int64``, the addresses of all a, b and g; ``(2 * T,)`` without any g.
-        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table, with pitches.
-        partials: ``(14, N) float64``, written at columns ``first_chunk ... first_chunk + num_chunks - 1``.
-        dtypes: of a, b and g; None or nothing for no g.
-        first_chunk: the group's first chunk.
-        num_chunks: the group's number of chunks.
-        num_tensors: T.
-    """
+    """Write the partials of one group's chunks. ``dtypes``: of a, b and g; None or nothing for no g."""
     a, b, g = (*dtypes, None)[:3]
     sizes = [0 if dtype is None else dtype.itemsize for dtype in (a, b, g)]
     tile, unroll, threads, registers = tuning.PAIRS[max(sizes), g is not None]
@@ -330,27 +320,6 @@ def pairs(
 
 
 def finalize_pairs(table: torch.Tensor, partials: torch.Tensor, num_tensors: int) -> torch.Tensor:
-    """Merge the partials of all chunks into a row for each pair.
-
-    Args:
-        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
-        partials: ``(14, N) float64``.
-        num_tensors: T.
-
-    Returns:
-        columns ``(T, P) float64``.
-    """
-    columns = torch.empty((num_tensors, NUM_PAIR_COLUMNS), dtype=torch.float64, device=partials.device)
-    tile, threads, registers = tuning.FINALIZE_PAIRS
-    _finalize_pairs_kernel[(num_tensors,)](
-        table,
-        partials,
-        columns,
-        num_tensors,
-        partials.shape[1],
-        COLUMNS=NUM_PAIR_COLUMNS,
-        PARTS=_PARTS,
-        TILE=tile,
-        **tuning.options(threads, registers, partials.device),
-    )
-    return columns
+    """Merge the partials of all chunks into a row for each pair, columns ``(T, P) float64``."""
+    kernel, tuned = _finalize_pairs_kernel, tuning.FINALIZE_PAIRS
+    return merge_chunks(kernel, table, partials, num_tensors, SCHEMA.width, tuned, PARTS=_PARTS)

@@ -1,4 +1,4 @@
-"""Device functions that the kernels share."""
+"""Device functions and a launch that the kernels share."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import Cursor
+from gradiometer.columns import TENSORS, Cursor
+from gradiometer.kernels import tuning
 
 DTYPES: dict[Any, Any] = {
     torch.float64: tl.float64,
@@ -14,6 +15,10 @@ DTYPES: dict[Any, Any] = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+# indices of columns, as defaults of arguments, see finalize.py
+NUMEL, SUMSQ = TENSORS.index["numel"], TENSORS.index["sumsq"]
+NAN, POSINF, NEGINF = TENSORS.index["n_nan"], TENSORS.index["n_posinf"], TENSORS.index["n_neginf"]
+TOP = TENSORS.index["abs_max"]
 # integers with the bits of an element, by its size in bytes
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16}
 
@@ -31,8 +36,8 @@ def row_of(chunk, table_ptr, num_tensors):
 def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
     """Return the address of a chunk's first element, and the number of its elements.
 
-    table: see ops/chunk_map.py. The first chunk also has the elements before the first 16-byte boundary of a
-    view that begins elsewhere, so that all others begin at a boundary. The last chunk may then be empty.
+    The first chunk also has the elements before the first 16-byte boundary of a view that begins elsewhere,
+    so that all others begin at a boundary. The last chunk may then be empty.
     """
     row = row_of(chunk, table_ptr, num_tensors)
     size = tl.load(table_ptr + num_tensors + row)
@@ -114,3 +119,20 @@ def accumulate(x, totals, COMPENSATED: tl.constexpr, EXACT_SQUARE: tl.constexpr)
     else:
         totals = top, zeros, sumsq, total
     return totals
+
+
+def merge_chunks(
+    kernel: Any,
+    table: torch.Tensor,
+    partials: torch.Tensor,
+    num_tensors: int,
+    width: int,
+    tuned: tuning.Tiles,
+    **options: Any,
+) -> torch.Tensor:
+    """Launch a kernel that merges the partials of each tensor's chunks into its row; return all rows."""
+    rows = torch.empty((num_tensors, width), dtype=partials.dtype, device=partials.device)
+    sizes = num_tensors, partials.shape[1]
+    options |= tuning.options(tuned.threads, tuned.registers, partials.device)
+    kernel[(num_tensors,)](table, partials, rows, *sizes, COLUMNS=width, TILE=tuned.tile, **options)
+    return rows

@@ -45,7 +45,7 @@ def _scaled(x, factor, high, low):
 @triton.jit(do_not_specialize=["last_chunk", "num_tensors"])
 def _scale_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
+    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
     factor_ptr,  # () float64, or (T,) if PER_TENSOR
     last_chunk: tl.int32,
     num_tensors: tl.int32,
@@ -100,17 +100,7 @@ def scale(
     num_chunks: int,
     num_tensors: int,
 ) -> None:
-    """Multiply one dtype's chunks in place.
-
-    Args:
-        pointers: ``(T,) int64``, the tensors' addresses.
-        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
-        factor: 0-d float64 on their device, at most 1; or ``(T,)``, contiguous.
-        dtype: the dtype of these chunks' tensors.
-        first_chunk: the group's first chunk.
-        num_chunks: the group's number of chunks.
-        num_tensors: T.
-    """
+    """Multiply one group's chunks in place by a factor, or by that of each tensor; at most 1."""
     tile, threads, registers = tuning.SCALE[dtype]
     _scale_kernel[(num_chunks,)](
         pointers,

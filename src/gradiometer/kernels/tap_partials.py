@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS, Cursor
+from gradiometer.columns import ACTIVATIONS, Cursor
 from gradiometer.kernels import tuning
 from gradiometer.kernels.primitives import add_to, is_due, is_finite
 
@@ -18,14 +18,14 @@ _THREADS, _REGISTERS = 512, 128
 
 # defaults of arguments, see finalize.py
 _EVERY = int(Cursor.EVERY)
-_NUMEL = ACTIVATION_INDEX["numel"]
-_SUMSQ = ACTIVATION_INDEX["sumsq"]
-_SUM = ACTIVATION_INDEX["sum"]
-_ZEROS = ACTIVATION_INDEX["n_zero"]
-_SUM4 = ACTIVATION_INDEX["sum4"]
-_TOP = ACTIVATION_INDEX["abs_max"]
-_CALLS = ACTIVATION_INDEX["n_calls"]
-_NUM_CHANNELS = ACTIVATION_INDEX["n_channels"]
+_NUMEL = ACTIVATIONS.index["numel"]
+_SUMSQ = ACTIVATIONS.index["sumsq"]
+_SUM = ACTIVATIONS.index["sum"]
+_ZEROS = ACTIVATIONS.index["n_zero"]
+_SUM4 = ACTIVATIONS.index["sum4"]
+_TOP = ACTIVATIONS.index["abs_max"]
+_CALLS = ACTIVATIONS.index["n_calls"]
+_NUM_CHANNELS = ACTIVATIONS.index["n_channels"]
 
 
 @triton.jit(do_not_specialize=["row", "count", "numel", "channels", "most"])
@@ -113,12 +113,11 @@ def merge_partials(
     """Merge the partials of an activation into a row, in a step that is due, unless it must be read.
 
     Args:
-        partials: sums of x, x**2 and x**4, fp64; of zeros, fp32; and the largest magnitudes, of the dtype of
-            the activation. Contiguous, of one size.
-        store: ``(R, 12) float64``, contiguous; row ``row`` is changed in place if the flag becomes 0.
+        partials: sums of x, x**2, x**4 and of zeros, and the largest magnitudes; of one size.
+        store: row ``row`` is changed in place if the flag becomes 0.
         row: the row to merge into.
-        cursor: ``(6,) float64``, as for `gradiometer.kernels.activation`.
-        flag: one int32: becomes 1 if the activation is not finite, or may have a channel of zeros, else 0.
+        cursor: as for `gradiometer.kernels.activation`.
+        flag: becomes 1 if the activation is not finite, or may have a channel of zeros, else 0.
         numel: the elements of the activation.
         channels: its channels.
         most: the most elements that a partial has of one channel.
@@ -135,6 +134,6 @@ def merge_partials(
         most,
         BLOCK=_BLOCK,
         NARROW=tl.float64 if partials[-1].dtype == torch.float64 else tl.float32,
-        NUM_COLUMNS=NUM_ACTIVATION_COLUMNS,
+        NUM_COLUMNS=ACTIVATIONS.width,
         **tuning.options(_THREADS, _REGISTERS, store.device),
     )

@@ -57,17 +57,16 @@ FINGERPRINT_REGISTERS: Final = 8
 COMPENSATED_REGISTERS: Final = 160
 
 
-class Finalize(NamedTuple):
-    """How the finalize kernel reads the partials of one tensor's chunks."""
+class Tiles(NamedTuple):
+    """How a kernel reads its chunks, or the partials of a tensor's chunks, ``tile`` at a time."""
 
-    # chunks at a time
     tile: int
     threads: int
     registers: int
 
 
 # also for the kernels that merge fingerprints, decide how to clip, write into a ring or clear histograms
-FINALIZE: Final = Finalize(tile=512, threads=128, registers=128)
+FINALIZE: Final = Tiles(tile=512, threads=128, registers=128)
 
 # the pairs kernel, by the bytes of the widest element and whether there is a gradient
 PAIRS: Final = {
@@ -79,7 +78,7 @@ PAIRS: Final = {
     (2, True): Moments(tile=1024, unroll=2, threads=128, registers=255),
 }
 
-FINALIZE_PAIRS: Final = Finalize(tile=128, threads=128, registers=128)
+FINALIZE_PAIRS: Final = Tiles(tile=128, threads=128, registers=128)
 
 
 # the exponents kernel; all threads read a tile of fp64 or fp32 elements with two loads each
@@ -91,20 +90,12 @@ EXPONENTS: Final = {
 }
 
 
-class Scale(NamedTuple):
-    """How the scale kernel reads and writes a chunk."""
-
-    # elements that all threads read with four 16-byte loads each; loads cannot move across a tile's stores
-    tile: int
-    threads: int
-    registers: int
-
-
+# all threads read a tile with four 16-byte loads each; loads cannot move across a tile's stores
 SCALE: Final = {
-    torch.float64: Scale(tile=1024, threads=128, registers=64),
-    torch.float32: Scale(tile=2048, threads=128, registers=64),
-    torch.bfloat16: Scale(tile=4096, threads=128, registers=96),
-    torch.float16: Scale(tile=4096, threads=128, registers=64),
+    torch.float64: Tiles(tile=1024, threads=128, registers=64),
+    torch.float32: Tiles(tile=2048, threads=128, registers=64),
+    torch.bfloat16: Tiles(tile=4096, threads=128, registers=96),
+    torch.float16: Tiles(tile=4096, threads=128, registers=64),
 }
 
 

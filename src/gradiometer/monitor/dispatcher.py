@@ -38,20 +38,6 @@ class Dispatcher:
     Attributes:
         ledger: the findings of the rules.
         finding_log: logs them as they begin.
-
-    >>> from gradiometer.monitor.blackbox import BlackBox
-    >>> from gradiometer.columns import DEFAULT_THRESHOLDS
-    >>> from gradiometer.sinks import Function
-    >>> from gradiometer.recorder import Catalog, RunInfo, StepRecord
-    >>> catalog, losses = Catalog.of(("w",), ((2,),), ("float32",)), []
-    >>> sink = Function(lambda record: losses.append(record.loss))
-    >>> dispatcher = Dispatcher((), [sink], 16, BlackBox(), Failures())
-    >>> dispatcher.start(RunInfo(catalog, DEFAULT_THRESHOLDS, 1, 8, "Linear", 0.0, 0, {}, "cpu"))
-    >>> dispatcher.put([StepRecord(step, 0.0, {"loss": 3.0 - step}, catalog) for step in range(2)])
-    >>> dispatcher.wait(10), losses
-    (True, [3.0, 2.0])
-    >>> dispatcher.stop(10), dispatcher.dropped
-    (True, 0)
     """
 
     def __init__(
@@ -173,14 +159,8 @@ class Dispatcher:
                     self._box.see(record)
                     if self._box.lost_the_loss:
                         # build it now, because later steps of the batch change what is known
-                        faults.append(
-                            self._box.fault(
-                                "non-finite loss",
-                                f"loss {record.loss_text}",
-                                record.step,
-                                self.ledger.findings,
-                            )
-                        )
+                        why = "non-finite loss", f"loss {record.loss_text}"
+                        faults.append(self._box.fault(*why, record.step, self.ledger.findings))
                 except BaseException as error:  # noqa: BLE001 the sinks must still get the step
                     self._failures.add("black box", error)
         for thread in self._sink_threads:

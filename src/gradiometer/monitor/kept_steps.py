@@ -48,10 +48,8 @@ class KeptSteps:
 
     Args:
         path: the file to write.
-        recorder: of the weights.
-        model: the model or models, whose buffers are kept too.
-        weights: whether to keep the weights.
-        failures: counts failures.
+        recorder, model: of the weights and buffers, which are kept only with ``weights``.
+        weights: whether to keep them.
     """
 
     def __init__(

@@ -62,10 +62,7 @@ class TableMerger:
     rows that are complete or non-finite are kept. A table that has none of them is left out.
 
     Args:
-        ranks: the agreement of the ranks.
-        local: the catalog of this rank; all ranks have the same kinds and taps.
-        thresholds: the thresholds of the flags.
-        fingerprint: whether the steps have fingerprints.
+        ranks, local, thresholds, fingerprint: as for `MergeWindow`.
 
     Attributes:
         catalog: the catalog of merged steps, with the parameters of all ranks.

@@ -10,10 +10,12 @@ import math
 import time
 from dataclasses import replace
 from itertools import compress, zip_longest
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from gradiometer import distributed
+from gradiometer.distributed import RankError
 from gradiometer.monitor.merge_tables import TableMerger
 from gradiometer.recorder import StepRecord
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _SCALARS: Final = 256
 # bytes of tables in one window, at most
 _BYTES: Final = 1 << 24
+# tensors of a step of which ranks exchange fingerprints, at most, if copies differ
+_COMPARED: Final = 64
 
 
 class MergeWindow:
@@ -90,9 +94,8 @@ class MergeWindow:
     def pack(self, steps: Sequence[StepRecord], included: Sequence[bool]) -> tuple[Tensor, Tensor]:
         """Return the vector to sum and the vector to maximize, both float64.
 
-        Args:
-            steps: this rank's steps; fewer than ``included`` if it has no more.
-            included: for each step, whether the window includes its tables.
+        ``steps``: this rank's steps, perhaps fewer than the window has. ``included``: for each step of the
+        window, whether it includes its tables.
         """
         layout = self._layout(included)
         sums, tops = layout.zeros(torch.float64)
@@ -109,14 +112,10 @@ class MergeWindow:
         mine: Sequence[StepRecord],
         sparse: Mapping[int, dict[str, Table]] | None = None,
     ) -> list[StepRecord]:
-        """Return the steps of the job.
+        """Return the steps of the job, from the reduced vectors of `pack`.
 
-        Args:
-            sums: the first vector of `pack`, summed over the ranks.
-            tops: the second vector of `pack`, maximized over the ranks.
-            included: as passed to `pack`.
-            mine: this rank's steps, which give the time, and scalars that have no index.
-            sparse: the result of `merge_sparse`.
+        ``mine``: this rank's steps, which give the time, and scalars that have no index. ``sparse``: the
+        result of `merge_sparse`.
         """
         sections = self._layout(included).split(sums, tops)
         dense = iter(self._tables.unpack(self.catalog.dense, sections, sum(included)))
@@ -168,10 +167,8 @@ class MergeWindow:
     ) -> dict[int, dict[str, Table]]:
         """Return the tables of sparse schemas of the steps that are due, by index. All ranks call this.
 
-        Args:
-            numbers: the numbers of the steps, the same on all ranks.
-            mine: this rank's records of the first of them.
-            all_reduce: returns the sum of the first tensor over the ranks, and the maximum of the second.
+        ``numbers``: of the steps, the same on all ranks. ``mine``: this rank's records of the first of them.
+        ``all_reduce``: returns the sum of its first argument over the ranks, and the maximum of its second.
         """
         kinds, found = self.catalog.sparse, {}
         layout = self._tables.layout(kinds, 1)
@@ -222,3 +219,37 @@ class MergeWindow:
 
 def _matrix(rows: list[list[float]], width: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64, device="cpu").view(len(rows), width)
+
+
+def differing_copies(
+    ranks: Ranks, group: Any, found: Mapping[int, Sequence[str]], steps: Sequence[StepRecord]
+) -> dict[int, dict[str, str]]:
+    """Return which ranks are in the minority, by the index of the step and the name of the weight.
+
+    All ranks call this. ``found``: the result of `MergeWindow.diverged`. ``steps``: those of this rank.
+    """
+    if not found:
+        return {}
+    own = {str(index): steps[index].bits_of("weights", names[:_COMPARED]) for index, names in found.items()}
+    shared = distributed.share(own, group, ranks.timeout, "compare copies of weights")
+    return {
+        index: {
+            name: distributed.divergence_text(ranks, name, [each[str(index)].get(name) for each in shared])
+            for name in names[:_COMPARED]
+        }
+        | dict.fromkeys(names[_COMPARED:], "copies differ between ranks")
+        for index, names in found.items()
+    }
+
+
+def step_difference(ranks: Ranks, group: Any, steps: Sequence[StepRecord]) -> RankError:
+    """Return the error for ranks that are in different steps; all ranks call this with their own."""
+    numbers = distributed.share([step.step for step in steps], group)
+    rank = next((rank for rank, given in enumerate(numbers) if given != numbers[0]), 0)
+    pairs = zip(numbers[rank], numbers[0], strict=True)
+    there, here = next(((a, b) for a, b in pairs if a != b), (numbers[rank][0], numbers[0][0]))
+    first, other = ranks.global_ranks[0], ranks.global_ranks[rank]
+    return RankError(
+        f"rank {other} is in step {there}, but rank {first} is in step {here}: call advance() once per "
+        "step on every rank, and set the same monitor.step"
+    )

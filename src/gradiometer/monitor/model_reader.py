@@ -1,21 +1,23 @@
-"""Read what rules need to know of a model beside its tensors: modes, frozen and tied parameters."""
+"""Read what rules need to know of a model beside its tensors, and check that it keeps its parameters."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from gradiometer.inputs import is_dtensor, named_parameters
 from gradiometer.monitor.optimizer_reader import OptimizerReader
-from gradiometer.monitor.parameter_check import modules_of
 from gradiometer.recorder import Driver, ModelState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from gradiometer.monitor.failures import Failures
     from gradiometer.recorder import OptimizerState, Recorder
 
 # at least every so many steps everything is looked at: fewer than the patience of the rules that need it
@@ -31,10 +33,7 @@ _MODAL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)  # noq
 class ModelReader:
     """Reads a `ModelState` without waiting for the device.
 
-    Args:
-        model: the model of the recorder. Unless it is a module or a mapping of names to modules, only the
-            parameters are looked at.
-        recorder: the recorder of the parameters.
+    Unless the model is a module or a mapping of names to modules, only the parameters are looked at.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)).eval()
@@ -64,10 +63,7 @@ class ModelReader:
     def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False) -> ModelState:
         """Return the state of the model; the same object if nothing has changed.
 
-        Args:
-            loss: the loss of the step; the first with an autograd graph is looked at.
-            afresh: look at everything; otherwise only at what takes no time.
-            has_loss_scale: as in `ModelState`.
+        ``afresh``: look at everything; otherwise only at what takes no time.
         """
         self._reads += 1
         afresh = afresh or self._reads % _OFTEN == 0
@@ -76,7 +72,8 @@ class ModelReader:
             # the groups of the next step
             self._optimizers.read(afresh=True)
         old = self._state
-        quick = self._untied(), self._grad_writes(optimizers), has_loss_scale, self._driver
+        untied = tuple([(a.name, b.name) for a, b in self._tied if a.parameter is not b.parameter])
+        quick = untied, self._grad_writes(optimizers), has_loss_scale, self._driver
         before = old.untied, old.grad_writes, old.has_loss_scale, old.driver
         if afresh or modes != self._modes or quick != before:
             self._modes = modes
@@ -92,8 +89,12 @@ class ModelReader:
     def note(self) -> None:
         """Note the modes and the learning rates now, before an update, an evaluation or a scheduler."""
         # a model without gradients, such as a teacher, is not trained
-        modes = zip(self._training(), self._modules.values(), strict=True)
-        self._noted = self._now([is_training or not _has_gradient(module) for is_training, module in modes])
+        self._noted = self._now(
+            [
+                module.training or all(parameter.grad is None for parameter in module.parameters())
+                for module in self._modules.values()
+            ]
+        )
 
     def _now(self, modes: list[bool]) -> tuple[list[bool], OptimizerState | None]:
         return modes, self._optimizers.read(afresh=False)
@@ -138,16 +139,9 @@ class ModelReader:
         self._gradient = (_nothing, 0) if grad is None else (weakref.ref(grad), grad._version)  # noqa: SLF001
         return self._gradient[1] - version if is_kept else 0
 
-    def _untied(self) -> tuple[tuple[str, str], ...]:
-        return tuple([(a.name, b.name) for a, b in self._tied if a.parameter is not b.parameter])
-
 
 def _nothing() -> None:
     return None
-
-
-def _has_gradient(module: nn.Module) -> bool:
-    return any(parameter.grad is not None for parameter in module.parameters())
 
 
 class _Owned(NamedTuple):
@@ -192,3 +186,85 @@ def _reaches(loss: Tensor, parameters: Sequence[Tensor]) -> bool | None:
         if len(seen) > _NODES or _REENTRANT in type(node).__name__:
             return None
     return False
+
+
+class ParameterCheck:
+    """Reports once which parameters were replaced, added, removed or moved to another device.
+
+    The recorder does not notice such changes. During forward and backward, FSDP replaces each sharded
+    parameter by the unsharded one; this does not count as a replacement.
+
+    If the model is neither a module nor a mapping of names to modules, only moves are detected.
+    """
+
+    def __init__(self, model: object, recorder: Recorder, failures: Failures) -> None:
+        self._modules = modules_of(model)
+        self._recorder = recorder
+        self._failures = failures
+        self._devices = [parameter.device for parameter in recorder.parameters_tracked]
+        self._has_reported = False
+
+    def __call__(self) -> None:
+        """Check the parameters, and report the first change."""
+        if self._has_reported:
+            return
+        tracked = self._recorder.parameters_tracked
+        names = self._recorder.names_tracked
+        known = dict(zip(names, tracked, strict=True))
+        now = [(name, _sharded(p, known.get(name))) for name, p in _parameters(self._modules)]
+        if now and not (
+            len(now) == len(tracked) and all([a is b for (_, a), b in zip(now, tracked, strict=True)])
+        ):
+            ids = {id(parameter) for parameter in tracked}
+            self._report([name for name, parameter in now if id(parameter) not in ids], "replaced or added")
+            present = {id(parameter) for _, parameter in now}
+            gone = [name for name, p in zip(names, tracked, strict=True) if id(p) not in present]
+            self._report(gone, "removed or replaced")
+        moved = [
+            name for name, p, device in zip(names, tracked, self._devices, strict=True) if p.device != device
+        ]
+        self._report(moved, "moved to another device")
+
+    def release(self) -> None:
+        """Forget the model; there is nothing to check any more."""
+        self._has_reported = True
+        self._modules.clear()
+
+    def _report(self, names: list[str], change: str) -> None:
+        if not names or self._has_reported:
+            return
+        self._has_reported = True
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        verb = "was" if len(names) == 1 else "were"
+        text = f"{some} {verb} {change} after the monitor was created, so the monitor is out of date: "
+        text += "create it after such changes"
+        self._failures.add("parameters", text)
+
+
+def modules_of(model: object) -> dict[str, nn.Module]:
+    """Return the modules by the prefix of their parameters' names."""
+    if isinstance(model, nn.Module):
+        return {"": model}
+    if isinstance(model, Mapping):
+        return {f"{name}.": part for name, part in model.items() if isinstance(part, nn.Module)}
+    return {}
+
+
+def _parameters(modules: dict[str, nn.Module]) -> Iterable[tuple[str, Tensor]]:
+    for prefix, module in modules.items():
+        for name, parameter in zip(*named_parameters(module, "Monitor"), strict=True):
+            yield prefix + name, parameter
+
+
+def _sharded(parameter: Tensor, tracked: Any) -> Any:
+    """Return the tracked parameter if this one is its unsharded form, otherwise this one."""
+    if (
+        tracked is None
+        or parameter is tracked
+        or not is_dtensor(type(tracked))
+        or parameter.shape != tracked.shape
+    ):
+        return parameter
+    # with tensor parallelism it is still a DTensor, on a mesh of fewer dimensions
+    mesh = getattr(parameter, "device_mesh", None)
+    return parameter if mesh == tracked.device_mesh else tracked

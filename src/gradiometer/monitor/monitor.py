@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.monitor.failures import remember_handlers
 from gradiometer.monitor.monitored_run import MonitoredRun
-from gradiometer.monitor.settings import Settings
 from gradiometer.ops import is_capturing
 
 if TYPE_CHECKING:
@@ -150,9 +149,7 @@ class Monitor(MonitoredRun):
         precision: int | None = None,
         kinds: Sequence[Kind] = (),
     ) -> None:
-        given = locals()
-        settings = Settings(**{name: given[name] for name in Settings.__dataclass_fields__})
-        super().__init__(model, settings)
+        super().__init__(model, locals())
         self.skips = self._has_loss_scale = False
         self._next_check = 0.0
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.monitor.construction import build
+from gradiometer.monitor import setup
+from gradiometer.monitor.current_step import CurrentStep, UpdateTracker
 from gradiometer.monitor.failures import Failures, is_quiet, remember_handlers
-from gradiometer.monitor.setup import check_state
+from gradiometer.monitor.kept_steps import KeptSteps
+from gradiometer.monitor.merge_window import MergeWindow
+from gradiometer.monitor.model_reader import ModelReader, ParameterCheck
+from gradiometer.monitor.pipeline import Pipeline
+from gradiometer.monitor.rank_merger import RankMerger
+from gradiometer.monitor.run_names import choose_run_dir
 from gradiometer.monitor.signals import subscribe
-from gradiometer.recorder import check_integer
+from gradiometer.recorder import Recorder, check_integer
 from gradiometer.rules import counts_text
+from gradiometer.runs import kept_path
 from gradiometer.stats import is_repeating
 
 if TYPE_CHECKING:
@@ -19,10 +28,14 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from gradiometer.monitor.settings import Settings
     from gradiometer.monitor.summary import Summary
     from gradiometer.recorder import StepRecord
     from gradiometer.rules import Finding
+
+# arguments of a monitor that its recorder gets
+_OF_RECORDER: Final = (
+    "every weights updates capacity skip_nonfinite skip_above thresholds fingerprint taps precision kinds"
+)
 
 
 class MonitoredRun:
@@ -30,22 +43,64 @@ class MonitoredRun:
 
     Args:
         model: the model or models, as for `Monitor`.
-        settings: the other arguments of `Monitor`.
-
-    Attributes:
-        run_dir: the folder of the run record; None without one.
+        given: the other arguments of `Monitor`, by name; those that one rank refuses are refused on all.
     """
 
-    def __init__(self, model: Any, settings: Settings) -> None:
+    def __init__(self, model: Any, given: Mapping[str, Any]) -> None:
         self._failures = Failures()
         remember_handlers()
-        parts = build(model, settings, self._failures)
-        self.run_dir = parts.run_dir
-        # the only part that is used inside a compiled step, except for updates
-        self._recorder = parts.recorder
-        self._parameter_check, self._model_reader = parts.parameter_check, parts.model_reader
-        self._updates, self._pipeline, self._current = parts.updates, parts.pipeline, parts.current
-        self._every = settings.every
+        ranks = setup.prepare_ranks(given["ranks"], model)
+        rank = setup.rank_here(ranks)
+        queue = given["queue"]
+        self._every: int = given["every"]
+        with setup.together(ranks, setup.shared_options(given)) as group:
+            folder = choose_run_dir(given["run_dir"], rank, ranks, group)
+            setup.check_options(given, folder)
+            # the only part that is used inside a compiled step, except for updates
+            options = {name: given[name] for name in _OF_RECORDER.split()}
+            self._recorder = recorder = Recorder(model, ranks=ranks, **options)
+            catalog, bits = recorder.catalog, recorder.fingerprint
+            merger = None
+            if ranks is not None and group is not None:
+                window = MergeWindow(
+                    ranks, catalog, recorder.thresholds, fingerprint=bits, precision=given["precision"]
+                )
+                merger = RankMerger(ranks, window, queue, self._failures, group)
+                catalog = merger.catalog
+            # only the first rank sees the job's steps
+            is_first = merger is None or merger.is_first
+            if merger is not None and is_first:
+                rank = None
+            rules = setup.prepare_rules(given["rules"])
+            sinks = setup.prepare_sinks(given["sinks"], folder, rank, is_merged=merger is not None)
+        self._parameter_check = ParameterCheck(model, recorder, self._failures)
+        self._model_reader = ModelReader(model, recorder)
+        self._updates = UpdateTracker(recorder, self._failures, is_enabled=bool(given["updates"]))
+        num_ranks = 1 if merger is None or ranks is None else ranks.size
+        describe = partial(
+            setup.run_info, recorder, setup.class_names(model), self._every, catalog, num_ranks
+        )
+        self._pipeline = Pipeline(
+            recorder,
+            rules if is_first else (),
+            sinks,
+            queue,
+            self._failures,
+            describe,
+            merger,
+            rank,
+            redact=bool(given["redact"]),
+        )
+        self.run_dir = None if folder is None else Path(folder)
+        if self.run_dir is not None and not given["redact"]:
+            is_apart = rank is not None and merger is None
+            path = self.run_dir / f"rank-{rank:05d}" if is_apart else self.run_dir
+            path = kept_path(path, None if is_apart else rank)
+            weights = bool(given["keep_weights"])
+            self._pipeline.box.kept = KeptSteps(
+                path, recorder, model, weights=weights, failures=self._failures
+            )
+        self._current = CurrentStep(recorder, self._pipeline, self._updates, self._failures)
         # whether a step may be skipped, and whether a graph that records steps was captured
         self._is_skip_read = self._is_captured = False
         self._at_close: list[Callable[[], object]] = []
@@ -161,7 +216,7 @@ class MonitoredRun:
         if self._is_repeating():
             return
         self._current.complete()
-        self._current.report_if_none_ended()
+        self._failures.attempt("advance", self._current.report_missing_ends)
         self._call_at_close()
         self._pipeline.end()
         self._release()
@@ -201,7 +256,7 @@ class MonitoredRun:
         Raises:
             TypeError, ValueError: for a state that does not fit; nothing has changed then.
         """
-        check_state(state)
+        setup.check_state(state)
         self._current.complete()
         self._pipeline.load_state_dict(state)
         self._current.restart()

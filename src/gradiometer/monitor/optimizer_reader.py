@@ -29,10 +29,6 @@ _SHORT: Final = 2
 class OptimizerReader:
     """Reads an `OptimizerState` without waiting for the device, and keeps no optimizer alive.
 
-    Args:
-        optimizers: the optimizers that update the model; empty if they are not known.
-        parameters: the parameters of the catalog.
-
     >>> import torch
     >>> layer = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD([layer.weight], lr=0.1)

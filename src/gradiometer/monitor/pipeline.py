@@ -53,12 +53,17 @@ class Pipeline:
         recorder: the recorder whose steps are delivered.
         rules, sinks: the rules and sinks that receive them.
         queue: steps that may wait for them.
-        failures: counts failures.
         describe: returns the run's information for the sinks, given its first step.
         merger: merges steps with other ranks; then rules and sinks get the job's steps on the first rank. On
             other ranks they get this rank's own steps, which its black box needs.
         rank: the rank in the black box's reports; None for all ranks, or the only one.
         redact: leave the text of an exception out of the fault.
+
+    Attributes:
+        command: the command that shows more; empty without a run record.
+        last: the newest step.
+        is_started: whether it has taken a step or was flushed.
+        is_ended: whether `end` has returned.
     """
 
     def __init__(
@@ -76,7 +81,6 @@ class Pipeline:
     ) -> None:
         sinks = list(sinks)
         path = next((sink.path for sink in sinks if isinstance(sink, RunRecord)), None)
-        # the command that shows more
         self.command = "" if path is None else printable(f"gradiometer show {shlex.quote(str(path))}")
         self.box = BlackBox(rank)
         self.dispatcher = Dispatcher(rules, sinks, queue, self.box, failures)
@@ -94,7 +98,7 @@ class Pipeline:
         self._next = 0.0
         self._signal: str | None = None
         self._pid = os.getpid()
-        self._is_started = self._is_ended = False
+        self.is_started = self.is_ended = False
         self._has_reported_signal = self._has_reported_end = False
         self._deadline: float | None = None
         if merger is not None:
@@ -105,24 +109,21 @@ class Pipeline:
     def is_open(self) -> bool:
         """Return whether steps are accepted; report those of a fork, in a capture or after the end."""
         if os.getpid() != self._pid:
-            self._failures.add(
-                "fork", "the monitor was created in the parent process: create it in the process that uses it"
-            )
-        elif self._is_ended:
-            self._failures.add(
-                "closed", "advance() was called after close(), so its step is lost: call close() last"
-            )
+            text = "the monitor was created in the parent process: create it in the process that uses it"
+            self._failures.add("fork", text)
+        elif self.is_ended:
+            text = "advance() was called after close(), so its step is lost: call close() last"
+            self._failures.add("closed", text)
         elif is_capturing(self._device):
-            self._failures.add(
-                "capture", "advance() was called while a CUDA graph was captured: call it after each replay"
-            )
+            text = "advance() was called while a CUDA graph was captured: call it after each replay"
+            self._failures.add("capture", text)
         else:
             return True
         return False
 
     def take(self, scalars: Mapping[str, Any], model: ModelState | None = None) -> None:
         """Add a step that has ended, start a copy if one is due, and deliver copies that have arrived."""
-        if not self._is_started:
+        if not self.is_started:
             self._start()
         reader = self.reader
         with self._draining:
@@ -140,11 +141,11 @@ class Pipeline:
 
     def flush(self, timeout: float | None) -> bool:
         """Wait until all steps so far have been written; return whether they have."""
-        if self._is_ended or os.getpid() != self._pid:
+        if self.is_ended or os.getpid() != self._pid:
             return True
         if is_capturing(self._device):
             return False
-        if not self._is_started:
+        if not self.is_started:
             self._start()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._draining:
@@ -157,22 +158,22 @@ class Pipeline:
 
     def end(self, fault: tuple[str, str] | None = None) -> None:
         """Write all steps, and a fault with this reason and message if given, to the sinks; close them."""
-        if self._is_ended or os.getpid() != self._pid:
+        if self.is_ended or os.getpid() != self._pid:
             return
         if self._signal is not None and (fault is None or fault[0] == "exit"):
             fault = (self._signal, "")
-        if fault is not None and not self._is_started:
+        if fault is not None and not self.is_started:
             self._start()
         # an interrupt may call this again; both calls share one deadline
         if self._deadline is None:
             self._deadline = time.monotonic() + PATIENCE
         # keep half of the time for the sinks, in case the device does not respond
         with self._draining:
-            if self._is_started and not self.reader.bring(self._deadline - PATIENCE / 2, cut=True):
+            if self.is_started and not self.reader.bring(self._deadline - PATIENCE / 2, cut=True):
                 self.reader.give_up()
         if self.merger is not None:
             fault = self._end_merger(self.merger, fault, self._deadline)
-        if self._is_started:
+        if self.is_started:
             if fault is not None and not self._has_reported_end:
                 self._has_reported_end = True
                 self._report_fault(*fault)
@@ -181,12 +182,12 @@ class Pipeline:
                     "close", f"a sink has not finished after {PATIENCE:g} s: its last steps may be missing"
                 )
             self._report_end()
-        self._is_ended = True
+        self.is_ended = True
         _open.pop(self, None)
         unsubscribe(self)
         # references to the model
         self.box.kept = None
-        self._describe = _nothing_to_describe
+        del self._describe
 
     def end_by(self, error: BaseException) -> None:
         """Do what `end` does, with the fault for an exception."""
@@ -251,16 +252,6 @@ class Pipeline:
         unmerged = 0 if self.merger is None else self.merger.lost
         return self.dispatcher.dropped + self.reader.lost + unmerged
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether `end` has returned."""
-        return self._is_ended
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has taken a step or was flushed."""
-        return self._is_started
-
     def note_signal(self, name: str) -> None:
         """Record a signal that ends the run; called by its handler."""
         self._signal = name
@@ -289,7 +280,7 @@ class Pipeline:
         self.reader.rewind(state["step"])
 
     def _flush_briefly(self) -> None:
-        if self._is_started:
+        if self.is_started:
             self.flush(PATIENCE if self.merger is None else RANKS_PATIENCE)
 
     def _pass_on(self, records: list[StepRecord]) -> None:
@@ -324,16 +315,11 @@ class Pipeline:
         except Exception as error:  # noqa: BLE001 training goes on
             self._failures.add("start", error)
         # last: after an interrupt, the next call starts what is not started
-        self._is_started = True
+        self.is_started = True
 
     def _report_fault(self, reason: str, message: str) -> None:
         box, ledger, step = self.box, self.dispatcher.ledger, self.reader.step
         self.dispatcher.put_fault(lambda: box.fault(reason, message, step, ledger.findings))
-
-
-def _nothing_to_describe(first_step: int) -> RunInfo:
-    msg = f"the run has ended before step {first_step}"
-    raise RuntimeError(msg)
 
 
 # pipelines to end at exit, in order: all ranks must end them in the same order, or they wait for one another
@@ -347,7 +333,7 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     fault = ("exit", "the process ended before the monitor was closed")
     for pipeline in list(_open):
-        if not pipeline.has_begun:
+        if not pipeline.is_started:
             pipeline.end()
         elif error is None:
             pipeline.end(fault)

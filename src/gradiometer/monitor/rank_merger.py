@@ -15,22 +15,25 @@ import torch
 from gradiometer import distributed
 from gradiometer.distributed import RankError
 from gradiometer.monitor.failures import describe
-from gradiometer.monitor.merge_state import MergeState, Phase
-from gradiometer.monitor.merge_window import MergeWindow
-from gradiometer.monitor.rank_comparison import differing_copies, step_difference
-from gradiometer.monitor.rank_status import RankStatus
-from gradiometer.monitor.step_queue import StepQueue
-from gradiometer.monitor.window_schedule import MAX_STEPS, WindowSchedule
+from gradiometer.monitor.merge_state import (
+    MAX_STEPS,
+    MergeState,
+    Phase,
+    RankStatus,
+    StepQueue,
+    WindowSchedule,
+)
+from gradiometer.monitor.merge_window import differing_copies, step_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from gradiometer.columns import Thresholds
     from gradiometer.distributed import Ranks
     from gradiometer.monitor.failures import Failures
-    from gradiometer.recorder import Catalog, StepRecord
+    from gradiometer.monitor.merge_window import MergeWindow
+    from gradiometer.recorder import StepRecord
 
 # seconds between two windows, while few steps wait
 _INTERVAL = 0.2
@@ -57,37 +60,21 @@ class RankMerger:
 
     Args:
         ranks: the agreement of the ranks.
-        local: the catalog of this rank.
-        thresholds: the thresholds of the flags.
+        window: packs and unpacks the steps.
         limit: steps that may wait; beyond that the oldest lose their tensors.
-        failures: counts failures.
         group: a separate process group on the CPU.
-        fingerprint: whether the steps have fingerprints.
-        precision: steps divisible by this have tables of sparse schemas, which take a SUM and a MAX of their
-            own; None: none has.
 
     Attributes:
+        is_first: whether this is the rank that gets the job's steps.
         catalog: the catalog of the job's steps.
         news: why another rank ended or does not respond.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        local: Catalog,
-        thresholds: Thresholds,
-        limit: int,
-        failures: Failures,
-        group: Any,
-        *,
-        fingerprint: bool = False,
-        precision: int | None = None,
-    ) -> None:
+    def __init__(self, ranks: Ranks, window: MergeWindow, limit: int, failures: Failures, group: Any) -> None:
+        self.is_first, self.catalog = ranks.rank == 0, window.catalog
         self.news: str | None = None
         self._ranks, self._limit, self._failures, self._group = ranks, limit, failures, group
-        self._window = MergeWindow(ranks, local, thresholds, fingerprint=fingerprint, precision=precision)
-        self.catalog = self._window.catalog
-        self._schedule = WindowSchedule(self._window.most)
+        self._window, self._schedule = window, WindowSchedule(window.most)
         # the callbacks of `start`
         self._deliver: Callable[[list[StepRecord]], None] = _to_nobody
         self._report: Callable[[str], None] = _to_nobody
@@ -106,16 +93,6 @@ class RankMerger:
     def lost(self) -> int:
         """The number of recorded steps of this rank that were not merged."""
         return self._queue.lost
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that gets the job's steps."""
-        return self._ranks.rank == 0
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks."""
-        return self._ranks.size
 
     def start(
         self,
@@ -323,7 +300,7 @@ class RankMerger:
             queue = self._queue.first(len(self._queue))
         # ranks may have got more steps since they last sent their counts
         self._schedule.choose_last(0)
-        status = RankStatus(*[0.0] * len(RankStatus._fields))._replace(most=len(queue))
+        status = RankStatus(fewest=0, most=len(queue))
         most = int(self._exchange([], status)[2].most)
         if not most:
             return

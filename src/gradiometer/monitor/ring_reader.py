@@ -217,7 +217,7 @@ class RingReader:
         tensors = [recorder.cursor, *slots, *self._away.values()]
         with recorder.in_order():
             # keep the sources alive until the copy has arrived
-            pending = Pending(tensors, partial(_keep_alive, tensors))
+            pending = Pending(tensors, partial(_host_of, tensors))
         flight = _Flight(pending, self._count, self._advances, self.step, self._taken, tuple(self._away))
         # all at once: after an exception in between, steps would be delivered twice, or never
         self._flights, self._taken, self._away = deque([*self._flights, flight]), [], {}
@@ -326,6 +326,5 @@ def _slots(ring: Tensor, first: int, new: int) -> list[Tensor]:
     return [ring[start:stop]] if stop <= capacity else [ring[start:], ring[: stop - capacity]]
 
 
-def _keep_alive(tensors: list[Tensor], host: list[Tensor]) -> list[Tensor]:
-    del tensors
+def _host_of(_: list[Tensor], host: list[Tensor]) -> list[Tensor]:
     return host

@@ -33,11 +33,7 @@ _SECOND: Final = (
 def choose_run_dir(run_dir: Any, rank: int | None, ranks: Ranks | None, group: Any) -> Any:
     """Return ``run_dir``; for True a new folder, which is the same on all ranks.
 
-    Args:
-        run_dir: the argument of `Monitor`.
-        rank: this rank; None without others.
-        ranks: the agreement of the ranks that are merged; None if they are not.
-        group: their process group; None for one rank.
+    ``rank``: this rank; None without others. ``ranks``, ``group``: of ranks that are merged, or None.
 
     Raises:
         ValueError: if ranks that are not merged need a name.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer import distributed
 from gradiometer.distributed import RankError, Ranks
@@ -23,13 +23,46 @@ from gradiometer.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from gradiometer.monitor.rank_merger import RankMerger
-    from gradiometer.recorder import Recorder
+    from gradiometer.recorder import Catalog, Recorder
 
 # seconds to wait for other ranks
 TIMEOUT = 60.0
+# arguments of a monitor that must be equal on all ranks
+_SHARED_FLAGS: Final = "weights updates skip_nonfinite redact fingerprint keep_weights"
 # models of a mapping whose classes are named, at most
 _NAMED = 8
+
+
+def check_options(given: Mapping[str, Any], folder: object) -> None:
+    """Check the arguments of a monitor that no part of it checks itself.
+
+    ``folder``: the folder of the run record, if there is one.
+
+    Raises:
+        ValueError: for a value out of range, or for settings that exclude one another.
+    """
+    queue, keeps = given["queue"], given["keep_weights"]
+    if not isinstance(queue, int) or queue < 1:
+        msg = f"Monitor(queue={queue!r}): queue must be a positive integer"
+        raise ValueError(msg)
+    if keeps and given["redact"]:
+        msg = "Monitor(redact=True, keep_weights=True): a copy of the weights is not redacted; pass one"
+        raise ValueError(msg)
+    if keeps and (folder is None or not given["skip_nonfinite"]):
+        needs = "run_dir" if folder is None else "skip_nonfinite=True"
+        msg = f"Monitor(keep_weights=True) needs {needs}: pass it, too"
+        raise ValueError(msg)
+
+
+def shared_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a monitor that must be equal on all ranks, as plain values."""
+    return {
+        **{name: given[name] for name in ("every", "skip_above", "precision")},
+        **{name: bool(given[name]) for name in _SHARED_FLAGS.split()},
+        "thresholds": repr(given["thresholds"]),
+        "taps": getattr(given["taps"], "names", None),
+        "kinds": [repr(kind) for kind in given["kinds"]],
+    }
 
 
 def prepare_rules(rules: Iterable[Rule] | None) -> list[Rule]:
@@ -191,7 +224,7 @@ def _compare(answers: Sequence[tuple[str | None, dict[str, Any]]], ranks: Sequen
 
 
 def run_info(
-    recorder: Recorder, model: str, every: int, merger: RankMerger | None, first_step: int
+    recorder: Recorder, model: str, every: int, catalog: Catalog, num_ranks: int, first_step: int
 ) -> RunInfo:
     """Return the information about the run for sinks."""
     versions = {"python": platform.python_version()}
@@ -200,7 +233,7 @@ def run_info(
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return RunInfo(
-        recorder.catalog if merger is None else merger.catalog,
+        catalog,
         recorder.thresholds,
         every,
         recorder.capacity,
@@ -209,7 +242,7 @@ def run_info(
         first_step,
         versions,
         str(recorder.ring.device),
-        1 if merger is None else merger.num_ranks,
+        num_ranks,
         recorder.fingerprint,
         None if recorder.exponents is None else recorder.exponents.every,
     )

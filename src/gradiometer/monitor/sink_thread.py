@@ -51,22 +51,6 @@ class SinkThread:
 
     Attributes:
         dropped: the number of dropped steps, and of those for a sink that could not be opened.
-
-    >>> from gradiometer.monitor.failures import Failures
-    >>> seen = []
-    >>> calls = Calls(
-    ...     start=lambda info: seen.append("start"),
-    ...     write=lambda records, findings: seen.append(len(records)),
-    ...     fault=lambda fault: seen.append(fault),
-    ...     close=lambda: seen.append("close"),
-    ... )
-    >>> thread = SinkThread("sink", calls, 2, Failures())
-    >>> thread.put([("step 0", ()), ("step 1", ()), ("step 2", ())])
-    >>> thread.put_fault("the end")
-    >>> thread.start(None)
-    >>> thread.finish()
-    >>> thread.join(10), seen, thread.dropped
-    (True, ['start', 2, 'the end', 'close'], 1)
     """
 
     def __init__(self, name: str, calls: Calls, limit: int, failures: Failures) -> None:

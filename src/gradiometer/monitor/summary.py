@@ -33,9 +33,6 @@ class FindingLog:
 
     Attributes:
         logger: the logger to use.
-
-    >>> log = FindingLog(is_shown=False)
-    >>> log.see([], [])
     """
 
     def __init__(self, *, is_shown: bool) -> None:
@@ -45,12 +42,7 @@ class FindingLog:
         self._lines = 0
 
     def see(self, findings: Sequence[Finding], changed: Sequence[Finding]) -> None:
-        """Log headlines that have begun.
-
-        Args:
-            findings: all findings of the run.
-            changed: those that are new or have changed since the last call.
-        """
+        """Log headlines that have begun; ``changed``: the findings that are new, or have changed since."""
         if self._lines > _LINES:
             return
         if all([_key(one) in self._known or one.severity < Severity.WARNING for one in changed]):

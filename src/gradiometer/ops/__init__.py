@@ -18,8 +18,7 @@ from gradiometer.ops.exponents import measure_exponents, record_exponents_
 from gradiometer.ops.in_graph import is_exporting, tensor_stats_in_graph
 from gradiometer.ops.launch_plans import LaunchPlan
 from gradiometer.ops.pairs import keep_, measure_pairs, recognize_pairs
-from gradiometer.ops.record import append_, record_
-from gradiometer.ops.ring import numbers
+from gradiometer.ops.ring import append_, numbers, record_
 from gradiometer.ops.taps import may_measure, new_store, tap
 from gradiometer.ops.tensors import measure, norm_on_host, tensor_stats
 from gradiometer.ops.uploads import is_capturing

@@ -33,12 +33,7 @@ _Row = tuple[float, ...]
 
 
 def activation_stats(x: Tensor, channel_dim: int) -> list[float]:
-    """Return the columns of one call, in the order of `gradiometer.columns.ACTIVATION_COLUMNS`.
-
-    Args:
-        x: a floating-point or complex strided tensor.
-        channel_dim: the dimension of the channels; ignored if ``x`` has no dimension.
-    """
+    """Return the columns of one call of `ACTIVATIONS`; ``channel_dim``: ignored if x has no dimension."""
     channels = x.shape[channel_dim] if x.dim() else 1
     numbers = as_real(x)
     length = PIECE if openmp.can_run_alone() else BATCH

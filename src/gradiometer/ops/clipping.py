@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradiometer.ops import dispatch, packing, warm_up
+from gradiometer.ops import dispatch, packing, uploads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, plan: LaunchPlan) -> None:
         from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
         tuning = kernels.tuning
-        keep = not warm_up.in_function_mode()
+        keep = not uploads.in_function_mode()
         packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, plan, keep=keep)
         # in reverse, as the kernel does with the chunks of a group
         for group in packed.chunk_map.groups[::-1]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 
 from gradiometer.extras import is_installed
-from gradiometer.ops import launch_plans, warm_up
+from gradiometer.ops import launch_plans, uploads
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def recognize(tensors: Sequence[Tensor]) -> launch_plans.LaunchPlan | None:
     # Dynamo folds this condition: its graph contains the op
     if torch.compiler.is_compiling():
         return None
-    return None if _profiler_enabled() or warm_up.in_function_mode() else writable(tensors)
+    return None if _profiler_enabled() or uploads.in_function_mode() else writable(tensors)
 
 
 def writable(tensors: Sequence[Tensor]) -> launch_plans.LaunchPlan | None:

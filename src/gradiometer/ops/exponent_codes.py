@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_EXPONENT_COLUMNS, bin_of
+from gradiometer.columns import EXPONENTS, bin_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,7 +157,7 @@ def window_columns(window: int) -> tuple[Tensor, Tensor]:
         # a cast makes one number of all NaN
         is_wide[_LEAST + 3 * (2**15 - _CELLS - start) :] = True
     columns[0, : inside.start] = 0
-    columns[0, inside.stop :] = NUM_EXPONENT_COLUMNS - 1
+    columns[0, inside.stop :] = EXPONENTS.width - 1
     return columns[0].masked_fill_(columns[0] == _INF, 0).cummax(0).values, is_wide
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_EXPONENT_COLUMNS, bin_of
+from gradiometer.columns import EXPONENTS, bin_of
 from gradiometer.inputs import as_real
 from gradiometer.ops import exponent_codes as codes
 from gradiometer.ops import openmp
@@ -37,7 +37,7 @@ _PIECE: Final = 2**19
 _WORTH_A_THREAD: Final = 2**19
 # numbers that are looked up together
 _FEW: Final = 2**14
-_WIDTH: Final = NUM_EXPONENT_COLUMNS
+_WIDTH: Final = EXPONENTS.width
 # magnitudes of 16 bits; the first of them are subnormal
 _MAGNITUDES: Final = 2**15
 _SUBNORMAL: Final = 2**7

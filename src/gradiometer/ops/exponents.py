@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_EXPONENT_COLUMNS, Cursor
-from gradiometer.ops import exponent_reference, packing, warm_up
+from gradiometer.columns import EXPONENTS, Cursor
+from gradiometer.ops import exponent_reference, packing, uploads
 from gradiometer.ops.dispatch import for_a_graph
 from gradiometer.ops.launch_plans import host_plan
-from gradiometer.ops.library import by_device, define
-from gradiometer.ops.revision import REVISION
-from gradiometer.ops.taps import is_due, may_measure
+from gradiometer.ops.library import REVISION, by_device, define
+from gradiometer.ops.ring import is_due
+from gradiometer.ops.taps import may_measure
 from gradiometer.ops.uploads import upload
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _by_reference(tensors: Sequence[Tensor], plan: LaunchPlan | None = None) -> 
 
 
 def _by_kernels(tensors: Sequence[Tensor], plan: LaunchPlan | None = None) -> Tensor:
-    rows = torch.zeros((len(tensors), NUM_EXPONENT_COLUMNS), dtype=torch.int64, device=tensors[0].device)
+    rows = torch.zeros((len(tensors), EXPONENTS.width), dtype=torch.int64, device=tensors[0].device)
     _launch(tensors, rows, None, plan)
     return rows
 
@@ -75,7 +75,7 @@ def _launch(
     """Add the histograms to rows of zeros; with a cursor, write them into a store if the step is due."""
     from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
-    keep = plan is not None or not warm_up.is_possible()
+    keep = plan is not None or not uploads.may_warm_up()
     packed = packing.pack(tensors, kernels.tuning.CHUNK, kernels.tuning.MAX_CHUNKS, plan, keep=keep)
     count = packed.chunk_map.num_tensors
     if cursor is not None:
@@ -98,7 +98,7 @@ def _record_by_reference(tensors: Sequence[Tensor], store: Tensor, cursor: Tenso
 
 
 def _fake(tensors: list[Tensor]) -> Tensor:
-    return tensors[0].new_empty((len(tensors), NUM_EXPONENT_COLUMNS), dtype=torch.int64)
+    return tensors[0].new_empty((len(tensors), EXPONENTS.width), dtype=torch.int64)
 
 
 _measure = by_device(_by_reference, _by_kernels)

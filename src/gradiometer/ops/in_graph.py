@@ -18,8 +18,7 @@ from torch.nn import functional
 from gradiometer.columns import TENSORS, Thresholds
 from gradiometer.ops.dispatch import uses_kernels
 from gradiometer.ops.eager_plan import FEW, SMALL, WIDTH_OF
-from gradiometer.ops.library import define
-from gradiometer.ops.revision import REVISION
+from gradiometer.ops.library import REVISION, define
 from gradiometer.ops.row_sums import LANES, add_lanes, lanes_of
 
 # The plain operators take seconds to compile, and more with more tensors. With more elements than these, rows

@@ -2,25 +2,59 @@
 
 The ops are defined through `torch.library.Library`, which costs two to three times less per call with many
 tensors than the ``custom_op`` decorator.
+
+The caches of compiled graphs on disk know an op by its name and its arguments. They know neither the plain
+operators that replaced a composite op, nor the shapes that a fake implementation returned. So each op that is
+composite or returns tensors has the argument `REVISION`, a digest of the source of both.
 """
 
 from __future__ import annotations
 
+from hashlib import blake2b
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradiometer.ops import dispatch
-from gradiometer.ops.dispatch import without_autocast, without_grad
+from gradiometer.ops.dispatch import without_autocast
+from gradiometer.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from importlib.resources.abc import Traversable
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 _LIBRARY: Final = torch.library.Library("gradiometer", "DEF")
+# the operators that replace ops, and the shapes of results, come from these alone
+_PACKAGES: Final = ("columns", "ops")
+
+
+def digest(root: Traversable) -> str:
+    """Return a digest of the version and of the source of `_PACKAGES`, in a folder or in a zip file.
+
+    Without source, as in an application of compiled files, it is that of the compiled files; if there are
+    none either, as in a frozen application, it is that of the version alone.
+    """
+    found = blake2b(__version__.encode(), digest_size=8)
+    for package in _PACKAGES:
+        try:
+            modules = {path.name: path for path in root.joinpath(package).iterdir()}
+            for name in sorted(modules):
+                if name.endswith((".py", ".pyc")):
+                    found.update(f"\n{package}/{name}\n".encode())
+                    found.update(modules[name].read_bytes())
+        except (OSError, ValueError):
+            continue
+    return found.hexdigest()
+
+
+# when the code is imported, and not when the first graph is compiled: its files may have changed by then
+REVISION: Final = digest(files("gradiometer"))
+"""16 hexadecimal digits."""
 
 
 def define(
@@ -34,8 +68,7 @@ def define(
 
     An op that returns tensors is functional, so the compiler removes it from the graph if its result is
     unused. One that changes an argument stays in the graph. An op that is composite or returns tensors gets
-    one more argument, ``str revision=''``, which no function here receives: callers pass
-    `gradiometer.ops.revision.REVISION`.
+    one more argument, ``str revision=''``, which no function here receives: callers pass `REVISION`.
 
     Args:
         schema: name, arguments and results.
@@ -77,10 +110,12 @@ def by_device(reference: Callable[Args, Result], kernels: Callable[Args, Result]
     def run(*args: Args.args, **options: Args.kwargs) -> Result:
         first: Any = args[0]
         device = (first if isinstance(first, Tensor) else first[0]).device
-        with without_grad(), without_autocast(device):
-            if not dispatch.uses_kernels(device):
-                return reference(*args, **options)
-            with dispatch.launching_on(device):
-                return kernels(*args, **options)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
+            with torch.no_grad(), without_autocast(device):
+                return run(*args, **options)
+        if not dispatch.uses_kernels(device):
+            return reference(*args, **options)
+        with dispatch.launching_on(device):
+            return kernels(*args, **options)
 
     return run

@@ -23,14 +23,12 @@ from torch import Tensor
 from gradiometer.columns import WORD_BYTES
 from gradiometer.inputs import as_flat, as_real
 from gradiometer.ops import uploads
-from gradiometer.ops.chunk_map import chunk_map_of, int64
-from gradiometer.ops.launch_plans import Kept, recognize, remember
+from gradiometer.ops.launch_plans import Kept, chunk_map_of, int64, recognize, remember
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradiometer.ops.chunk_map import ChunkMap
-    from gradiometer.ops.launch_plans import LaunchPlan
+    from gradiometer.ops.launch_plans import ChunkMap, LaunchPlan
 
 # addresses of one list in captured graphs that are not suspicious: layers of equal shapes share a plan
 CAPTURES_EXPECTED: Final = 64
@@ -106,12 +104,8 @@ def pack_pairs(
 ) -> Pack:
     """Pack pairs of tensors, as `pack` does; ``pointers`` are those of all a, all b and all g.
 
-    Args:
-        sides: all a, all b and, if there are any, all g; an empty g stands for none.
-        chunk: as for `pack`.
-        max_chunks: as for `pack`.
-        plan: the result of `recognize` for all a, b and g in one list.
-        keep: as for `pack`.
+    ``sides``: all a, all b and, if there are any, all g; an empty g stands for none. ``plan``: the result of
+    `recognize` for all of them in one list.
     """
     tensors = list(chain.from_iterable(sides))
     plan = plan or recognize(tensors) or remember(tensors)

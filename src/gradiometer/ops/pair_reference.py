@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_PAIR_COLUMNS
+from gradiometer.columns import PAIRS
 from gradiometer.inputs import as_real
 from gradiometer.ops import openmp
 from gradiometer.ops.eager_plan import BATCH, FEW, SMALL, WIDTH_OF
@@ -26,22 +26,13 @@ if TYPE_CHECKING:
 
 # raw columns of one pair, in the order of `gradiometer.columns.pairs.PAIR_COLUMNS`
 _Row = tuple[float, ...]
-_NOTHING: Final[_Row] = (0.0,) * NUM_PAIR_COLUMNS
+_NOTHING: Final[_Row] = (0.0,) * PAIRS.width
 # the counts of NaN, +Inf and -Inf in finite pairs
 _FINITE: Final = (0.0, 0.0, 0.0)
 
 
 def pair_stats(a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | None) -> Tensor:
-    """Measure pairs of tensors of one device.
-
-    Args:
-        a: at least one tensor.
-        b: the other tensors of the pairs, of the same shapes.
-        g: gradients of the same shapes; an empty one stands for none.
-
-    Returns:
-        columns ``(T, P) float64``.
-    """
+    """Do what `gradiometer.ops.measure_pairs` does."""
     rows = [_NOTHING] * len(a)
     alike: dict[tuple[int, tuple[torch.dtype, ...]], list[tuple[int, tuple[Tensor, ...]]]] = {}
     large: list[tuple[int, tuple[Tensor, ...]]] = []
@@ -72,7 +63,7 @@ def pair_stats(a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | N
         for index, row in by_tensor(large, most, lambda: _measure_on_thread(most), _merge):
             rows[index] = row
     columns = torch.frombuffer(array("d", chain.from_iterable(rows)), dtype=torch.float64)
-    return columns.view(len(rows), NUM_PAIR_COLUMNS).to(a[0].device)
+    return columns.view(len(rows), PAIRS.width).to(a[0].device)
 
 
 def _buffers(numbers: tuple[Tensor, ...], numel: int) -> list[Tensor]:

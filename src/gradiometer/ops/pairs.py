@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_PAIR_COLUMNS
-from gradiometer.ops import launch_plans, packing, pair_reference, warm_up
+from gradiometer.columns import PAIRS
+from gradiometer.ops import launch_plans, packing, pair_reference, uploads
 from gradiometer.ops.dispatch import recognize
-from gradiometer.ops.library import by_device, define
-from gradiometer.ops.revision import REVISION
+from gradiometer.ops.library import REVISION, by_device, define
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +41,7 @@ def measure_pairs(
         plan: the result of `recognize_pairs` for these lists.
 
     Returns:
-        columns ``(T, P) float64`` in the order of `gradiometer.columns.pairs.PAIR_COLUMNS`, on their device.
+        columns ``(T, P) float64`` in the order of `gradiometer.columns.PAIRS`, on their device.
     """
     if plan is not None:
         return _measure(a, b, g, plan)
@@ -64,7 +63,7 @@ def _by_kernels(a: Tensors, b: Tensors, g: Tensors | None = None, plan: LaunchPl
     from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
     sides = [a, b] if g is None else [a, b, g]
-    keep = plan is not None or not warm_up.is_possible()
+    keep = plan is not None or not uploads.may_warm_up()
     packed = packing.pack_pairs(sides, kernels.tuning.CHUNK, kernels.tuning.MAX_CHUNKS, plan, keep=keep)
     chunk_map = packed.chunk_map
     size = len(kernels.PAIR_PARTIALS), chunk_map.num_chunks
@@ -96,7 +95,7 @@ def _keep(kept: list[Tensor], current: list[Tensor]) -> None:
 
 
 def _fake(a: list[Tensor], *_: Any) -> Tensor:
-    return a[0].new_empty((len(a), NUM_PAIR_COLUMNS), dtype=torch.float64)
+    return a[0].new_empty((len(a), PAIRS.width), dtype=torch.float64)
 
 
 define("pair_stats(Tensor[] a, Tensor[] b, Tensor[]? g=None) -> Tensor", _measure, _fake)

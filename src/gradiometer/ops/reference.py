@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import (
-    NUM_COLUMNS,
     NUM_FINGERPRINT_COLUMNS,
     TENSORS,
     Fingerprint,
@@ -29,9 +28,10 @@ from gradiometer.inputs import as_real
 from gradiometer.ops import fingerprint as bits
 from gradiometer.ops import openmp
 from gradiometer.ops.eager_plan import BATCH, SMALL, Plan, plan_of, prepared
-from gradiometer.ops.reference_batches import measure_batches, measure_group, row_of_number
-from gradiometer.ops.reference_blocks import (
-    rows_and_fingerprints_of,
+from gradiometer.ops.reference_rows import (
+    measure_batches,
+    measure_group,
+    row_of_number,
     rows_of,
     sum_of_squares,
     sums_of_squares_of,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradiometer.columns import Thresholds
-    from gradiometer.ops.reference_blocks import Row
+    from gradiometer.ops.reference_rows import Row
 
 # plain integers: an IntFlag creates an object for each result
 _NAN, _INF, _VANISHING, _EXPLODING, _DEAD = map(int, Flag)
@@ -56,17 +56,9 @@ def tensor_stats(
     *,
     fingerprint: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Measure tensors of one device.
+    """Do what `gradiometer.ops.measure` does.
 
-    Args:
-        tensors: at least one.
-        thresholds: the limits for the flags.
-        inv_scale: one element; the statistics are those of ``inv_scale * x``.
-        plan: the result of `plan_of` for these tensors, if `prepared` changes none of them.
-        fingerprint: whether to return fingerprints too.
-
-    Returns:
-        columns ``(T, C) float64``, flags ``(T,) int32``, and fingerprints ``(T, 3) int64`` or None.
+    ``plan``: the result of `plan_of` for these tensors, if `prepared` changes none of them.
     """
     fingerprints: dict[int, Fingerprint] | None = None
     if fingerprint:
@@ -77,7 +69,7 @@ def tensor_stats(
     if plan is None:
         tensors = [prepared(tensor) for tensor in tensors]
         plan = plan_of(tensors)
-    rows: list[Row] = [(0.0,) * NUM_COLUMNS] * len(tensors)
+    rows: list[Row] = [(0.0,) * TENSORS.width] * len(tensors)
     for index in plan.single:
         rows[index] = row_of_number(tensors[index].item())
     for group in plan.groups:
@@ -90,19 +82,18 @@ def tensor_stats(
         with openmp.one_thread():
             measure_batches(tensors, plan.batches, rows, fingerprints)
     large = [(index, tensors[index]) for index in plan.large]
-    if fingerprints is None:
-        for index, row in rows_of(large):
-            rows[index] = row
-    else:
-        for index, (row, found) in rows_and_fingerprints_of(large):
-            rows[index], fingerprints[index] = row, found
+    for index, (row, found) in rows_of(large, fingerprint=fingerprint):
+        rows[index] = row
+        if fingerprints is not None:
+            (fingerprints[index],) = found
+    if fingerprints is not None:
         for index, x in enumerate(originals):
             if index not in fingerprints or x is not tensors[index]:
                 # a single number, an empty tensor, or one in a format that was converted
                 fingerprints[index] = bits.fingerprint(x, x.new_empty(SMALL, dtype=torch.int64))
     device = tensors[0].device
     columns = _tensor(array("d", chain.from_iterable(rows)), torch.float64, device)
-    columns = columns.view(len(rows), NUM_COLUMNS)
+    columns = columns.view(len(rows), TENSORS.width)
     bits_of_all = None
     if fingerprints is not None:
         values = array("q", chain.from_iterable([fingerprints[i].row for i in range(len(rows))]))

@@ -1,19 +1,23 @@
-"""The ring of recorded steps: its layout, and eager PyTorch code that writes one step.
+"""The ring of recorded steps: its layout, and the ops that write one step.
 
 A ring is ``(capacity, size) float64``. A slot holds one step: a header, then a section for each table, see
 `gradiometer.columns.Section`. A section whose number in the header is not the slot's step was not written in
 this step, and a row whose first column, the number of elements, is 0 was not measured. The state of the ring,
 the cursor, is on the same device, so that a compiled or captured step finds both at the same addresses and
 reads their current values.
+
+``gradiometer::record_`` measures tensors and writes the result; ``gradiometer::append_`` writes an earlier
+result. Both change their arguments, so they stay in a graph.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 
 from gradiometer.columns import (
     HEADER_SECTIONS,
@@ -23,19 +27,62 @@ from gradiometer.columns import (
     TENSORS,
     Cursor,
     Section,
+    Thresholds,
 )
+from gradiometer.ops import dispatch
+from gradiometer.ops.dispatch import for_a_graph, is_plain
+from gradiometer.ops.library import by_device, define
+from gradiometer.ops.tensors import measure_now
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
+
+    from gradiometer.ops.launch_plans import LaunchPlan
 
 _NONFINITE: Final = [TENSORS.index[name] for name in ("n_nan", "n_posinf", "n_neginf")]
 _SUMSQ: Final = TENSORS.index["sumsq"]
 
 
-def is_due(cursor: Tensor) -> bool:
-    """Return whether the current step is due. Reads the cursor, which is on the CPU."""
-    step, _, every, *_ = cursor.tolist()
-    return bool(step % every == 0)
+def record_(
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None,
+    grads: int,
+    steps: Tensor,
+    cursor: Tensor,
+    section: Section,
+    plan: LaunchPlan | None,
+    *,
+    gated: bool = False,
+    fingerprint: bool = False,
+) -> None:
+    """Measure tensors of one device and write them into the current step of a ring.
+
+    The first call in a step opens a slot if the step is due, its gradients are not finite, or their norm is
+    above the limit. The first call for a section writes all its rows; a later one in the same step overwrites
+    the rows that it measured.
+
+    Args:
+        tensors: R tensors; one without elements stands for a tensor that is not measured.
+        thresholds: the limits for the flags.
+        inv_scale: as for `tensor_stats`.
+        grads: the number of gradients, which come first and decide whether to skip the step; with 0 or -1
+            the decision does not change.
+        steps: the ring, changed in place.
+        cursor: its state, changed in place.
+        section: where the rows are.
+        plan: the result of `recognize` for the tensors.
+        gated: do not read the tensors in a step that is not due. A gated call never decides to skip a step.
+        fingerprint: whether to record fingerprints, too.
+    """
+    with torch.no_grad():
+        if plan is not None and (inv_scale is None or is_plain(inv_scale)):
+            _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, section, fingerprint, plan)
+            return
+        limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
+        given = for_a_graph(tensors)
+        options = grads, gated, steps, cursor, section, fingerprint
+        torch.ops.gradiometer.record_(given, *limits, inv_scale, *options)
 
 
 def append_(
@@ -47,27 +94,61 @@ def append_(
     section: Section,
     fingerprints: Tensor | None = None,
 ) -> None:
-    """Write rows of one step into the ring in eager PyTorch, as `kernels.append` does on a GPU.
+    """Write the result of `measure`, of the first rows of a section, into a ring, as `record_` does."""
+    with torch.no_grad():
+        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor, section, fingerprints)
 
-    The first call in a step opens a slot if the step is due, its gradients are not finite, or their norm is
-    above the limit. The first call for a section writes all its rows; a later one in the same step overwrites
-    the rows that it measured.
 
-    Args:
-        columns: ``(M, C) float64``, of the first M of the section's rows.
-        flags: ``(M,) int32``.
-        grads: the number of gradients, which come first and decide whether to skip the step; with 0 or -1
-            the decision does not change.
-        steps: the ring, changed in place.
-        cursor: its state, changed in place.
-        section: where the rows are.
-        fingerprints: ``(M, 3) int64``, if the section has room for them.
-    """
+def numbers(tensor: Tensor) -> ctypes.Array[ctypes.c_double]:
+    """Return the memory of a contiguous float64 tensor on the CPU; operators take ten times as long."""
+    return (ctypes.c_double * tensor.numel()).from_address(tensor.data_ptr())
+
+
+def is_due(cursor: Tensor) -> bool:
+    """Return whether EVERY is positive and divides STEP. Reads the cursor, and waits for its device."""
+    # not even a call that returns the same tensor: function transforms would wrap it
+    state = numbers(cursor if cursor.device.type == "cpu" else cursor.cpu())
+    every = state[Cursor.EVERY]
+    return bool(every > 0 and state[Cursor.STEP] % every == 0)
+
+
+def _record(
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None,
+    grads: int,
+    gated: bool,  # noqa: FBT001 in the order of the schema
+    steps: Tensor,
+    cursor: Tensor,
+    section: Section,
+    fingerprint: bool,  # noqa: FBT001
+    plan: LaunchPlan | None = None,
+) -> None:
+    if gated and not dispatch.uses_kernels(steps.device) and not is_due(cursor):
+        return
+    gate = cursor if gated else None
+    columns, flags, fingerprints = measure_now(
+        tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint
+    )
+    # if the gate is closed, the rows come from uninitialized memory: do not decide from them
+    _append(columns, flags, -1 if gated else grads, steps, cursor, section, fingerprints)
+
+
+def append_in_eager(
+    columns: Tensor,
+    flags: Tensor,
+    grads: int,
+    steps: Tensor,
+    cursor: Tensor,
+    section: Section,
+    fingerprints: Tensor | None = None,
+) -> None:
+    """Do what `append_` does, in eager PyTorch."""
     if cursor.device.type != "cpu":
         # Triton is not there or cannot launch kernels: go through the host, and wait for the device
         there, state_there = steps.cpu(), cursor.cpu()
         bits = None if fingerprints is None else fingerprints.cpu()
-        append_(columns.cpu(), flags.cpu(), grads, there, state_there, section, bits)
+        append_in_eager(columns.cpu(), flags.cpu(), grads, there, state_there, section, bits)
         steps.copy_(there)
         cursor.copy_(state_there)
         return
@@ -139,6 +220,40 @@ def _write(
         start += part.shape[1]
 
 
-def numbers(tensor: Tensor) -> ctypes.Array[ctypes.c_double]:
-    """Return the memory of a contiguous float64 tensor on the CPU; operators take ten times as long."""
-    return (ctypes.c_double * tensor.numel()).from_address(tensor.data_ptr())
+def _append_by_kernels(*args: Any, **options: Any) -> None:
+    from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
+
+    kernels.append(*args, **options)
+
+
+_append = by_device(append_in_eager, _append_by_kernels)
+
+
+def _record_op(tensors: list[Tensor], vanishing: float, exploding: float, dead: float, *rest: Any) -> None:
+    others: list[Any] = list(rest)
+    others[-2] = Section(*others[-2])
+    _record(tensors, Thresholds(vanishing, exploding, dead), *others)
+
+
+def _append_op(
+    columns: Tensor,
+    flags: Tensor,
+    grads: int,
+    steps: Tensor,
+    cursor: Tensor,
+    section: list[int],
+    fingerprints: Tensor | None = None,
+) -> None:
+    _append(columns, flags, grads, steps, cursor, Section(*section), fingerprints)
+
+
+define(
+    "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
+    " bool gated, Tensor(a!) steps, Tensor(b!) cursor, int[] section, bool fingerprint) -> ()",
+    _record_op,
+)
+define(
+    "append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor, int[] section,"
+    " Tensor? fingerprints=None) -> ()",
+    _append_op,
+)

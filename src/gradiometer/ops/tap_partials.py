@@ -101,13 +101,7 @@ def _as_stored(x: Tensor) -> Tensor:
 
 
 def columns_of(x: Tensor, partials: Sequence[Tensor], channel_dim: int) -> list[float]:
-    """Return the columns of one call, in the order of `gradiometer.columns.ACTIVATION_COLUMNS`. Waits.
-
-    Args:
-        x: the activation.
-        partials: those of `partials_of`.
-        channel_dim: the dimension of the channels.
-    """
+    """Return the columns of one call of `ACTIVATIONS`, given the result of `partials_of`. Waits."""
     sums, squares, fourths, zeros, tops = partials
     with openmp.one_thread():
         top = tops.max().item()

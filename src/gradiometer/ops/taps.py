@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.columns import NUM_ACTIVATION_COLUMNS, NUM_ACTIVATION_SUMS, Cursor
+from gradiometer.columns import ACTIVATIONS
 from gradiometer.inputs import as_real
 from gradiometer.ops import activation_reference, dispatch, ring, tap_partials
-from gradiometer.ops.library import by_device, define
-from gradiometer.ops.revision import REVISION
+from gradiometer.ops.library import REVISION, by_device, define
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +58,7 @@ def tap(
 
 def may_measure(cursor: Tensor) -> bool:
     """Return whether this step may be due. Kernels read the cursor, so the host does not know."""
-    return dispatch.uses_kernels(cursor.device) or is_due(cursor)
+    return dispatch.uses_kernels(cursor.device) or ring.is_due(cursor)
 
 
 def _tap(
@@ -106,7 +105,7 @@ def _tap_partials(
 def _by_reference(
     x: Tensor, partials: list[Tensor] | None, store: Tensor, cursor: Tensor, row: int, channel_dim: int
 ) -> None:
-    if not is_due(cursor):
+    if not ring.is_due(cursor):
         return
     if partials is None:
         _merge(store[row], activation_reference.activation_stats(x, channel_dim))
@@ -124,7 +123,7 @@ def _merge(kept: Tensor, columns: list[float]) -> None:
     numbers = ring.numbers(kept)
     for index, value in enumerate(columns):
         before = numbers[index]
-        numbers[index] = before + value if index < NUM_ACTIVATION_SUMS else max(before, value)
+        numbers[index] = before + value if index < ACTIVATIONS.num_sums else max(before, value)
 
 
 def new_store(rows: int, device: torch.device) -> Tensor:
@@ -133,8 +132,8 @@ def new_store(rows: int, device: torch.device) -> Tensor:
         from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
         scratch = math.prod(kernels.ACTIVATION_PARTIALS) + _MOST_CHANNELS // 2 + 1
-        rows += -(-scratch // NUM_ACTIVATION_COLUMNS)
-    return torch.zeros((rows, NUM_ACTIVATION_COLUMNS), dtype=torch.float64, device=device)
+        rows += -(-scratch // ACTIVATIONS.width)
+    return torch.zeros((rows, ACTIVATIONS.width), dtype=torch.float64, device=device)
 
 
 def _by_kernels(
@@ -178,14 +177,6 @@ def _by_kernels(
         dim,
         flag,
     )
-
-
-def is_due(cursor: Tensor) -> bool:
-    """Return whether EVERY is positive and divides STEP. Reads the cursor, and waits for its device."""
-    # not even a call that returns the same tensor: function transforms would wrap it
-    state = ring.numbers(cursor if cursor.device.type == "cpu" else cursor.cpu())
-    every = state[Cursor.EVERY]
-    return bool(every > 0 and state[Cursor.STEP] % every == 0)
 
 
 _measure = by_device(_by_reference, _by_kernels)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_COLUMNS, NUM_FINGERPRINT_COLUMNS, Thresholds
-from gradiometer.ops import dispatch, eager_plan, packing, reference, warm_up
+from gradiometer.columns import NUM_FINGERPRINT_COLUMNS, TENSORS, Thresholds
+from gradiometer.ops import dispatch, eager_plan, packing, reference, uploads
 from gradiometer.ops.launch_plans import host_plan
-from gradiometer.ops.library import by_device, define
-from gradiometer.ops.revision import REVISION
+from gradiometer.ops.library import REVISION, by_device, define
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +35,7 @@ def tensor_stats(
         inv_scale: one element on the same device; the statistics are those of ``inv_scale * x``.
 
     Returns:
-        columns ``(T, C) float64`` in the order of `gradiometer.columns.schema.COLUMNS`, and flags
+        columns ``(T, C) float64`` in the order of `gradiometer.columns.TENSORS`, and flags
         ``(T,) int32``, on the tensors' device.
     """
     return measure(tensors, thresholds, inv_scale, dispatch.recognize(tensors))[:2]
@@ -104,7 +103,7 @@ def _by_kernels(
     from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
     tuning = kernels.tuning
-    keep = plan is not None or not warm_up.is_possible()
+    keep = plan is not None or not uploads.may_warm_up()
     count = len(tensors)
     narrow = [i for i, x in enumerate(tensors) if x.itemsize == 1] if fingerprint else []
     if narrow:
@@ -142,7 +141,7 @@ def _op(
 def _fake(tensors: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     new, rows = tensors[0].new_empty, len(tensors)
     return (
-        new((rows, NUM_COLUMNS), dtype=torch.float64),
+        new((rows, TENSORS.width), dtype=torch.float64),
         new((rows,), dtype=torch.int32),
         new((rows, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64),
     )

@@ -7,11 +7,17 @@ allocator would record an event in that capture, and a later allocation would fa
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from functools import cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 
+from gradiometer.extras import is_installed
+
+_GRAPH_TREES: Final = "torch._inductor.cudagraph_trees"
 # pinned memory that captured graphs read at every replay: never written again and never freed
 _captured: list[Tensor] = []
 
@@ -68,3 +74,35 @@ def is_capturing(device: torch.device) -> bool:
 
 def _module_of(device: torch.device) -> Any:
     return torch.cuda if device.type == "cuda" else torch.xpu
+
+
+# the warm-up of a CUDA graph, in which no table may stay on the device
+
+
+def in_function_mode() -> bool:
+    """Return whether a function mode is active, other than the one of ``torch.set_default_device``.
+
+    Inductor enters one that also sets a device while it warms up or records a CUDA graph.
+    """
+    count = _len_torch_function_stack()
+    if count == 1:
+        default = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+        return _get_function_stack_at(0) is not getattr(default, "device_context", None)
+    return count > 0
+
+
+def may_warm_up() -> bool:
+    """Return whether a call through the dispatcher may be part of the warm-up of a CUDA graph.
+
+    An op can't tell: nothing is captured yet, and the dispatcher hides function modes. But only Inductor's
+    graph trees allocate from a graph's pool in a warm-up, and their module is imported for the first of them.
+    """
+    if _GRAPH_TREES in sys.modules:
+        return True
+    # a version of torch without this module may have another one
+    return "torch._inductor" in sys.modules and not _has_graph_trees()
+
+
+@cache
+def _has_graph_trees() -> bool:
+    return is_installed(_GRAPH_TREES)
