@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from gradiometer.columns.derived import compute_flags
 
 from conftest import INTERPRETED
 from gradiometer import PerTensorClip, Thresholds, ZScoreClip
