@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.rules import checked
 from gradiometer.runs.attempts import keep_changed
 from gradiometer.runs.directory import prepare
 from gradiometer.runs.files import RunError, stamp
+from gradiometer.runs.format import FORMAT, VERSION
 from gradiometer.runs.json_files import json_file, read_json
 from gradiometer.runs.kept_step import kept_path, move_kept
 from gradiometer.runs.resume import earlier_findings
@@ -16,7 +18,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from gradiometer.recorder import Catalog, RunInfo
     from gradiometer.rules import Finding
+
+
+def info_of(info: RunInfo, catalog: Catalog, old: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of run.json for an attempt with this catalog, which goes on after an old content."""
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "created": old.get("created", info.started),
+        "model": info.model,
+        "catalog": catalog.to_dict(),
+        "thresholds": asdict(info.thresholds),
+        "every": info.every,
+        "capacity": info.capacity,
+        "versions": dict(info.versions),
+        "device": info.device,
+        "ranks": info.ranks,
+        "fingerprint": info.fingerprint,
+        "attempts": old.get("attempts", []),
+        "closed": False,
+    }
+    if info.precision is not None or "precision" in old:
+        content["precision"] = info.precision
+    return content
 
 
 class JsonWriter:

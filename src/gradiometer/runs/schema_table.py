@@ -72,9 +72,8 @@ def schema_table(schema: Schema, records: Sequence[StepRecord], attempt: int, ca
 
 def _dense_columns(schema: Schema, tables: Sequence[Table]) -> tuple[Tensor, Tensor, list[pa.Array]]:
     values = torch.cat([table.values for table in tables])  # (n, C)
-    sizes = torch.tensor([len(table.rows) for table in tables], device="cpu")
-    part = torch.arange(len(tables), device="cpu").repeat_interleave(sizes)
-    row = torch.arange(len(values), device="cpu") - (sizes.cumsum(0) - sizes)[part]
+    part = _repeated([len(table.rows) for table in tables])
+    row = torch.cat([torch.arange(len(table.rows), device="cpu") for table in tables])
     more = []
     if schema.flags:
         more.append(torch.cat([table.flags for table in tables]).to(torch.int32))
@@ -100,8 +99,7 @@ def _dense_columns(schema: Schema, tables: Sequence[Table]) -> tuple[Tensor, Ten
 def _sparse_columns(schema: Schema, tables: Sequence[Table]) -> tuple[Tensor, Tensor, list[pa.Array]]:
     pa, width = pyarrow(), schema.width
     found = [table.sparse() for table in tables]
-    sizes = torch.tensor([len(positions) for positions, _ in found], device="cpu")
-    part = torch.arange(len(tables), device="cpu").repeat_interleave(sizes)
+    part = _repeated([len(positions) for positions, _ in found])
     positions = torch.cat([positions for positions, _ in found])
     values = torch.cat([values for _, values in found])
     row = positions // width
@@ -115,6 +113,13 @@ def _sparse_columns(schema: Schema, tables: Sequence[Table]) -> tuple[Tensor, Te
         pa.ListArray.from_arrays(ends, array(values)),
     ]
     return part[begins], row[begins], lists
+
+
+def _repeated(sizes: Sequence[int]) -> Tensor:
+    """Return each index as often as its size says."""
+    # repeat_interleave would start threads, as many as the machine has cores, beside the thread that writes
+    parts = [torch.full((size,), i, dtype=torch.int64, device="cpu") for i, size in enumerate(sizes)]
+    return torch.cat(parts)
 
 
 def _bits_of(table: Table) -> Tensor:

@@ -6,17 +6,17 @@ import collections
 import logging
 import time
 import weakref
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.runs.attempts import keep_changed
 from gradiometer.runs.directory import is_locked, release, remove_leftovers, take
 from gradiometer.runs.files import RunError
-from gradiometer.runs.format import FORMAT, VERSION, list_segments, segment_path
+from gradiometer.runs.format import list_segments, segment_path
 from gradiometer.runs.info import load_catalog, merged_catalog
 from gradiometer.runs.journal import list_damaged, list_journals
-from gradiometer.runs.json_writer import JsonWriter
+from gradiometer.runs.json_writer import JsonWriter, info_of
 from gradiometer.runs.open_segment import OpenSegment
 from gradiometer.runs.parquet import to_parquet
 from gradiometer.runs.resume import earlier_info, recover
@@ -146,11 +146,10 @@ class RunRecord:
         remove_leftovers(self.path)
         old = earlier_info(self.path)
         recover(self.path, fsync=self._fsync)
-        attempts = old.get("attempts", [])
         segments = Segments(self.path, list_segments(self.path))
         left = [*list_journals(self.path), *list_damaged(self.path)]
         known = [attempt for attempt, _ in (*segments.keys, *left)]
-        self._attempt = max([*known, *(entry["attempt"] for entry in attempts)], default=0)
+        self._attempt = max([*known, *(entry["attempt"] for entry in old.get("attempts", []))], default=0)
         if known and not info.first_step:
             text = "%s holds an earlier run; this one is attempt %d in the folder. Nothing is deleted: "
             text += "read_run(path, attempt=%d) and gradiometer show --attempt %d read the earlier one. "
@@ -164,25 +163,7 @@ class RunRecord:
             if info.first_step:
                 raise RunError(f"{self.path} has other tables ({error}): pass another run_dir") from None
             catalog = merged_catalog(info.catalog, None)  # no step of the others is left
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "created": old.get("created", info.started),
-            "model": info.model,
-            "catalog": catalog.to_dict(),
-            "thresholds": asdict(info.thresholds),
-            "every": info.every,
-            "capacity": info.capacity,
-            "versions": dict(info.versions),
-            "device": info.device,
-            "ranks": info.ranks,
-            "fingerprint": info.fingerprint,
-            "attempts": attempts,
-            "closed": False,
-        }
-        if info.precision is not None or "precision" in old:
-            content["precision"] = info.precision
-        self._json.start(content, old, self._attempt)
+        self._json.start(info_of(info, catalog, old), old, self._attempt)
         last = segments.last_written()
         self._segment = OpenSegment(self.path, info.catalog, self._attempt, last, fsync=self._fsync)
         self._first_step = info.first_step
