@@ -75,11 +75,11 @@ def test_a_recorder_counts_only_due_steps_of_a_captured_step(precision):
         before = [p.detach().clone() for p in model.parameters()]
         graph.replay()
         found = recorder.read_exponents(i)
-        assert (found is not None) == (i % precision == 0)
-        if found is not None:
-            assert torch.equal(found.stats("grads").columns, histograms(grads_of(model)))
+        assert bool(found) == (i % precision == 0)
+        if found:
+            assert torch.equal(found["grad_exponents"].stats().columns, histograms(grads_of(model)))
             # those that the step began with
-            assert torch.equal(found.stats("weights").columns, histograms(before))
+            assert torch.equal(found["weight_exponents"].stats().columns, histograms(before))
         with no_waits():
             recorder.advance()
 
@@ -100,11 +100,11 @@ def test_a_monitor_keeps_the_histograms_of_each_replay():
                 monitor.advance(loss=torch.full((), float(i), device=DEVICE))
         monitor.flush()
         assert (monitor.failures, monitor.dropped) == ({}, 0)
-    found = {step.step: step.exponents for step in seen if step.step and step.exponents is not None}
+    found = {step.step: step.tables for step in seen if step.step and step.has("grad_exponents")}
     assert list(found) == list(expected)
     for i, (grads, weights) in expected.items():
-        assert torch.equal(found[i].stats("grads").columns, grads)
-        assert torch.equal(found[i].stats("weights").columns, weights)
+        assert torch.equal(found[i]["grad_exponents"].stats().columns, grads)
+        assert torch.equal(found[i]["weight_exponents"].stats().columns, weights)
 
 
 @pytest.mark.compiles
@@ -134,9 +134,9 @@ def test_a_compiled_step_with_all_of_them(mode):
         torch.compiler.cudagraph_mark_step_begin()
         y, before, after = run(batch())
         found = recorder.read_exponents(i)
-        assert (found is not None) == (i % 2 == 0)
-        if found is not None:
-            assert torch.equal(found.stats("grads").columns, histograms(before))
+        assert bool(found) == (i % 2 == 0)
+        if found:
+            assert torch.equal(found["grad_exponents"].stats().columns, histograms(before))
         agree(taps.stats().columns[0].cpu(), columns_of(y.cpu()))
         for p, grad in zip(twin.parameters(), before, strict=True):
             p.grad = grad.clone()
@@ -207,7 +207,7 @@ def test_captured_taps_of_a_recorder_are_those_of_the_replay(fused, monkeypatch)
             recorder.advance()
     taps.remove()
     kept = recorder.read()[-4:]
-    place = kept[0].roster.index["head"]
+    place = kept[0].names("activations").index("head")
     for found, columns in zip(kept, expected, strict=True):
         for name in ("numel", "n_zero", "n_nan", "abs_max"):
             assert found.value(name, "activations")[place] == columns[name]

@@ -18,6 +18,7 @@ from gradiometer import kernels
 from gradiometer.ops import reference
 from gradiometer.recorder.recorder import Recorder
 from support.gpu import DTYPES, SIZES, keep_busy, no_waits, on_a_gpu, queued, values
+from support.recording import packed, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -235,9 +236,9 @@ def test_a_recorder_holds_what_a_collection_holds(pair, pattern, weights):
     with no_waits():
         recorder.record()
         recorder.advance()
-    expected = gm.collect_grads(model).packed().cpu()
+    expected = packed(gm.collect_grads(model)).cpu()
     for record in recorder.read():
-        assert torch.equal(record.values[0], expected)
+        assert torch.equal(written(record), expected)
         assert record.skipped
 
 
@@ -256,7 +257,7 @@ def test_a_step_with_gradients_of_one_device_alone_is_recorded_without_a_wait(pa
     recorder.advance()
     with no_waits():
         recorder.record()
-    measured = recorder.read()[-1].values[0, :, 0] > 0
+    measured = recorder.read()[-1].measured()
     assert measured.tolist() == [parameter.grad is not None for parameter in model.values()]
 
 

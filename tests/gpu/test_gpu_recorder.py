@@ -13,7 +13,7 @@ from gradiometer.columns import Cursor
 from gradiometer.recorder.recorder import Recorder
 from support.gpu import DEVICE, LONG, REHEARSED, compiled, no_waits, on_a_gpu, small_model
 from support.gpu import record as capture
-from support.recording import new_gradients, packed, step_of
+from support.recording import new_gradients, packed, step_of, written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ def check(recorder: Recorder, expected: dict[int, Tensor], skipped: set[int]) ->
     records = recorder.read()
     assert [record.step for record in records] == list(expected)[-recorder.capacity :]
     for record in records:
-        assert torch.equal(record.values[0], expected[record.step].cpu())
+        assert torch.equal(written(record), expected[record.step].cpu())
         assert record.skipped == (record.step in skipped)
 
 
@@ -124,7 +124,7 @@ def test_steps_on_one_stream_and_advances_on_another_are_in_order(weights):
         torch.cuda.synchronize()
     assert [record.loss for record in seen] == list(range(STEPS))
     for record, values in zip(seen, expected, strict=True):
-        assert torch.equal(record.values[0], values.cpu())
+        assert torch.equal(written(record), values.cpu())
 
 
 @on_a_gpu

@@ -400,7 +400,7 @@ def test_a_recorder_keeps_what_captured_taps_measured():
         with no_waits():
             recorder.advance()
         found = recorder.read()[-1]
-        places = [found.roster.index[name] for name in taps.names]
+        places = [found.names("activations").index(name) for name in taps.names]
         for kind, rows in (
             ("activations", slice(len(places))),
             ("activation_grads", slice(len(places), None)),

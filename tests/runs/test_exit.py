@@ -16,7 +16,7 @@ from gradiometer.runs.journal import JournalWriter
 from gradiometer.runs.reader import read_run
 from gradiometer.runs.verify import verify
 from gradiometer.web.page import contents
-from support.synthetic_run import make_records, make_roster, write_run
+from support.synthetic_run import make_catalog, make_records, write_run
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -56,8 +56,8 @@ def test_rows_of_a_journal_are_filtered_without_threads(tmp_path):
     path = write_run(tmp_path / "run", 4, 8, close=False)
     for file in path.glob("*/*.parquet"):
         file.unlink()
-    journal = JournalWriter(path, 1, 0, make_roster(4))
-    journal.append(list(make_records(make_roster(4), 8)))
+    journal = JournalWriter(path, 1, 0, make_catalog(4))
+    journal.append(list(make_records(make_catalog(4), 8)))
     journal.close(remove=False)
     found = python(FILTERED, path)
     assert (found.returncode, found.stdout.split()) == (0, ["20", "0"]), found.stderr

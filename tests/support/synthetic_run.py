@@ -51,9 +51,6 @@ def make_catalog(tensors=20, kinds=("grads",), names=None):
     return Catalog.of(names, shapes, ["float32"] * len(names), kinds, taps)
 
 
-make_roster = make_catalog
-
-
 def make_info(catalog, first_step=0, started=STARTED, **more):
     fields = {"every": 1, "capacity": 64, "model": "Synthetic", "device": "cpu", "versions": VERSIONS}
     fields |= {"thresholds": DEFAULT_THRESHOLDS} | more
