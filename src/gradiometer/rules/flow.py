@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -64,6 +65,7 @@ THAW: Final = "if they are meant to learn, call requires_grad_(True) on them, an
 HOLD: Final = "if they are meant to learn, pass them to an optimizer, and connect them to the loss"
 
 
+@dataclass(eq=False, repr=False)
 class NoGradients(ChangeRule):
     """No gradient at all, or gradients of exactly 0 only, for a while.
 
@@ -78,12 +80,8 @@ class NoGradients(ChangeRule):
 
     name = "no_gradients"
     kept = (*ChangeRule.kept, "streak", "since", "has_seen", "has_changed")
-
-    def __init__(self, *, patience: int = 5, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(severity)
-        self.patience = patience
-        self.streak = self.since = 0
-        self.has_seen = self.has_changed = False
+    _: KW_ONLY
+    patience: int = 5
 
     def restart(self, size: int) -> None:
         """Start a new history."""
@@ -138,6 +136,7 @@ class NoGradients(ChangeRule):
         return f"{text}{still}: {', '.join(causes[:-1])}, or {causes[-1]}", order
 
 
+@dataclass(eq=False, repr=False)
 class NoGradientFlow(WholeRule):
     """Parameters that require a gradient but do not get one, while others do.
 
@@ -154,19 +153,14 @@ class NoGradientFlow(WholeRule):
 
     name = "no_gradient_flow"
     kept = (*WholeRule.kept, "streak", "since", "state")
-
-    def __init__(self, *, patience: int = 10, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(severity)
-        self.patience = patience
-        self.streak = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
-        # 2 for parameters that are meant to get a gradient, 1 for those that no optimizer holds, 0 for frozen
-        self.state = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self._holds = torch.zeros(0, dtype=torch.bool, device="cpu")
+    _: KW_ONLY
+    patience: int = 10
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
         super().restart(size)
         self.streak, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
+        # 2 for parameters that are meant to get a gradient, 1 for those that no optimizer holds, 0 for frozen
         self.state = torch.zeros(size, dtype=torch.int64, device="cpu")
 
     def prepare(self, rows: Rows) -> None:

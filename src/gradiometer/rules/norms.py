@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from gradiometer.columns import Flag
-from gradiometer.recorder import label
-from gradiometer.rules.base import MOST, LastingRule, Observation, SpikeRule, TensorRule
+from gradiometer.rules.base import LastingRule, Observation, SpikeRule, TensorRule
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import NormHistory
 
@@ -38,6 +38,7 @@ VANISHES: Final = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class Exploding(TensorRule):
     """A gradient's norm above the threshold of its flag, or far above its own history.
 
@@ -57,19 +58,10 @@ class Exploding(TensorRule):
 
     name = "exploding"
     kept = (*TensorRule.kept, "norms")
-
-    def __init__(
-        self,
-        *,
-        deviations: float = 12.0,
-        share: float = 0.01,
-        norms: NormHistory | None = None,
-        most: int = MOST,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity, most)
-        self.deviations, self.share = deviations, share
-        self.norms = norms or NormHistory()
+    _: KW_ONLY
+    deviations: float = 12.0
+    share: float = 0.01
+    norms: NormHistory = field(default_factory=NormHistory)
 
     def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's norms with the threshold and the history."""
@@ -104,6 +96,7 @@ class Exploding(TensorRule):
         return self.findings(record, "grads", flagged | own, norm + major * norm.amax(), describe)
 
 
+@dataclass(eq=False, repr=False)
 class Vanishing(LastingRule):
     """A gradient's norm below the threshold of its flag, or far below its own history, for a while.
 
@@ -126,21 +119,10 @@ class Vanishing(LastingRule):
 
     name = "vanishing"
     kept = (*LastingRule.kept, "norms", "all_streak")
-
-    def __init__(
-        self,
-        *,
-        deviations: float = 10.0,
-        patience: int = 10,
-        min_dims: int = 2,
-        norms: NormHistory | None = None,
-        most: int = MOST,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity, most, patience, min_dims)
-        self.deviations = deviations
-        self.norms = norms or NormHistory()
-        self.all_streak = 0
+    _: KW_ONLY
+    deviations: float = 10.0
+    min_dims: int = 2
+    norms: NormHistory = field(default_factory=NormHistory)
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
@@ -193,10 +175,10 @@ class Vanishing(LastingRule):
         advice = "if the loss is still high, check whether it is scaled by a number close to 0, and in fp16 "
         advice += "the loss scale"
         severity = min(self.severity, Severity.INFO)
-        step = record.step
-        return [Finding(self.name, severity, step, step, "grads", None, total, threshold, message, advice)]
+        return [self.finding(record, record.step, None, total, threshold, message, advice, severity)]
 
 
+@dataclass(eq=False, repr=False)
 class NormSpike(SpikeRule):
     """A total gradient norm far above its recent past.
 
@@ -215,13 +197,8 @@ class NormSpike(SpikeRule):
         """Compare this step's total norm with the history."""
         if not record.has("grads") or record.total("n_nonfinite"):
             return []
-        squares = record.value("sumsq")
-        spike = self.spike(squares)
+        spike = self.spike(record, "grads", "total gradient norm", record.value("sumsq"))
         if spike is None:
             return []
-        total, usual, limit, place = spike
-        message = f"total gradient norm {total:.3g}, {times(total / usual)} its usual {usual:.3g}; "
-        message += f"{float(squares[place]) / total**2:.0%} of its square comes from "
-        message += label("grads", record.names()[place])
-        step = record.step
-        return [Finding(self.name, self.severity, step, step, "grads", None, total, limit, message, LOWER_LR)]
+        total, _, limit, text = spike
+        return [self.finding(record, record.step, None, total, limit, text, LOWER_LR)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from gradiometer.rules.base import MOST, Observation, TensorRule
+from gradiometer.rules.base import Observation, TensorRule
 from gradiometer.rules.finding import Severity
 from gradiometer.rules.known import optimizers_of
 
@@ -29,6 +30,7 @@ ADVICE: Final = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class ChangedOutside(TensorRule):
     """A weight that something other than ``optimizer.step()`` has changed, between two steps.
 
@@ -51,11 +53,6 @@ class ChangedOutside(TensorRule):
     kinds: ClassVar[tuple[str, ...]] = ("updates",)
     kept = (*TensorRule.kept, "after", "after_step", "times", "compared", "since")
 
-    def __init__(self, *, most: int = MOST, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(severity, most)
-        self.after_step: int | None = None
-        self.restart(0)
-
     def check_value(self, key: str, value: Any) -> None:
         """Raise an error unless the value can replace the attribute ``key``."""
         if key == "after_step":
@@ -67,6 +64,8 @@ class ChangedOutside(TensorRule):
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
+        super().restart(size)
+        self.after_step: int | None = None
         # the squared norms after the last recorded update; NaN where they are not known
         self.after = torch.full((size,), torch.nan, dtype=torch.float64, device="cpu")
         self.times, self.compared, self.since = torch.zeros(
