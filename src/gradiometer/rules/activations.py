@@ -40,9 +40,6 @@ class DeadUnits(LastingRule):
 
     Args:
         fraction: limit of the share of channels.
-        patience: number of recorded steps in a row.
-        most: maximum number of taps named in a step.
-        severity: the severity of a finding.
     """
 
     name = "dead_units"
@@ -104,9 +101,6 @@ class GrowingLogits(LastingRule):
     Args:
         limit: of the largest logit.
         factor: the logit must also be this many times its lowest value so far.
-        patience: number of recorded steps in a row.
-        most: maximum number of taps named in a step.
-        severity: the severity of a finding.
     """
 
     name = "growing_logits"
@@ -179,9 +173,6 @@ class CollapsingRouter(LastingRule):
 
     Args:
         limit: of the share of the other experts that are in use.
-        patience: number of recorded steps in a row.
-        most: maximum number of routers named in a step.
-        severity: the severity of a finding.
     """
 
     name = "collapsing_router"

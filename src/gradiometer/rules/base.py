@@ -53,10 +53,6 @@ class BaseRule:
 
     def __post_init__(self) -> None:
         self.severity = Severity(self.severity)
-        self.restart(0)
-
-    def restart(self, size: int) -> None:
-        """Start a new history, of ``size`` tensors if it is about each."""
 
     def finding(
         self,
@@ -80,11 +76,7 @@ class BaseRule:
         return {key: _plain(getattr(self, key)) for key in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history that `state_dict` of the same kind of rule returned.
-
-        Raises:
-            ValueError: for the state of another rule, or a value that does not fit; nothing has changed then.
-        """
+        """Restore a history; a ValueError, and no change, for another rule's state, or one that is unfit."""
         if not isinstance(state, Mapping) or set(state) != set(self.kept):
             keys = f"with the keys {list(state)}" if isinstance(state, Mapping) else f"{state!r:.40}"
             msg = f"{type(self).__name__}: got the state of another rule, {keys}; "
@@ -107,7 +99,11 @@ class BaseRule:
     def check_value(self, key: str, value: Any) -> None:
         """Raise an error unless the value can replace the attribute ``key``."""
         mine = getattr(self, key)
-        if isinstance(mine, _HISTORIES):
+        if key in {"before_step", "after_step"}:
+            if value is not None and type(value) is not int:
+                msg = f"expected a step or None, got {value!r:.40}"
+                raise ValueError(msg)
+        elif isinstance(mine, _HISTORIES):
             mine.check_state(value)
         elif isinstance(mine, Tensor):
             if not isinstance(value, Tensor) or value.dtype != mine.dtype or value.dim() != mine.dim():
@@ -140,6 +136,10 @@ class WholeRule(BaseRule):
         super().__post_init__()
         self.names: list[str] = []
         self._known_rows: Rows | None = None
+        self.restart(0)
+
+    def restart(self, size: int) -> None:
+        """Start a new history of ``size`` tensors."""
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return the findings of this step; none if the tensors that it checks were not measured."""
@@ -244,34 +244,21 @@ class Spike(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class SpikeRule(BaseRule):
-    """A rule about a total norm far above its recent past.
-
-    Args:
-        deviations: limit for the logarithm of the norm, in deviations above its usual value, see
-            `SpikeHistory`.
-        severity: the severity of a finding.
-    """
+    """A rule about a total norm far above its recent past."""
 
     kept: ClassVar[tuple[str, ...]] = ("history", "known")
     _: KW_ONLY
     deviations: float = 8.0
-
-    def restart(self, size: int) -> None:
-        """Start a new history."""
-        super().restart(size)
-        self.history, self.known = SpikeHistory(), 0
+    history: SpikeHistory = field(default_factory=SpikeHistory, init=False)
+    known: int = field(default=0, init=False)
 
     def spike(
         self, record: StepRecord, kind: str, subject: str, squares: Tensor, scale: float = 1.0
     ) -> Spike | None:
         """Return a total norm that is a spike, with its usual value, the limit and a message.
 
-        Args:
-            record: the step.
-            kind: the kind of the tensors.
-            subject: the beginning of the message.
-            squares: of the norms, ``(N,)``; a total that is 0 or not finite is left out.
-            scale: the norms are divided by it.
+        ``squares``: of the norms, ``(N,)``; they are divided by ``scale``. A total that is 0 or not finite is
+        left out. ``subject`` begins the message.
         """
         total = math.sqrt(float(squares.sum()))
         if not (0.0 < total < math.inf and 0.0 < scale < math.inf):

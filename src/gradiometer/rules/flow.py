@@ -72,10 +72,6 @@ class NoGradients(ChangeRule):
     The message names the likely mistakes, from what else is known: who calls the monitor, whether weights
     change, and whether the loss depends on the model. If gradients were seen before and all of them are now
     exactly 0, as when a hinge loss has converged, it has severity info.
-
-    Args:
-        patience: number of recorded steps in a row.
-        severity: the severity of the finding.
     """
 
     name = "no_gradients"
@@ -145,10 +141,6 @@ class NoGradientFlow(WholeRule):
     contain ``expert`` have severity info, since a step may route nothing to them. Frozen parameters,
     ``requires_grad=False``, are one finding of severity info. With `gradiometer.watch` and trainers, so are
     parameters that no optimizer holds, such as a target network or a teacher.
-
-    Args:
-        patience: number of recorded steps in a row.
-        severity: the severity of a finding.
     """
 
     name = "no_gradient_flow"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -61,7 +61,6 @@ class Initialization(WholeRule):
     Args:
         factor: the limit of the ratio.
         patience: number of recorded steps.
-        severity: the severity of a finding.
     """
 
     name = "initialization"
@@ -172,9 +171,6 @@ class Untied(WholeRule):
     not tie weights. Layers that are copies by design are left out: those whose names differ only in numbers,
     or end alike, as in a teacher and a student; and, with `gradiometer.watch` and trainers, those of which no
     optimizer holds one, such as a target network.
-
-    Args:
-        severity: the severity of a finding.
     """
 
     name = "untied"
@@ -251,22 +247,14 @@ def _differ(first: str, second: str) -> bool:
 
 @dataclass(eq=False, repr=False)
 class EvalMode(BaseRule):
-    """A model that is trained in evaluation mode, though it has BatchNorm or Dropout layers.
-
-    Args:
-        patience: number of recorded steps in a row.
-        severity: the severity of the finding.
-    """
+    """A model that is trained in evaluation mode, though it has BatchNorm or Dropout layers."""
 
     name = "eval_mode"
     kept = ("streak", "since")
     _: KW_ONLY
     patience: int = 10
-
-    def restart(self, size: int) -> None:
-        """Start a new history."""
-        super().restart(size)
-        self.streak = self.since = 0
+    streak: int = field(default=0, init=False)
+    since: int = field(default=0, init=False)
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return a finding if the model has been in evaluation mode for ``patience`` steps."""

@@ -44,10 +44,7 @@ class Dead(LastingRule):
     may be exactly 0 in a healthy model.
 
     Args:
-        patience: number of recorded steps in a row.
         min_dims: minimum number of dimensions of the tensors.
-        most: maximum number of tensors named in a step.
-        severity: the severity of a finding.
     """
 
     name = "dead"
@@ -87,9 +84,7 @@ class LayerImbalance(TensorRule):
     Args:
         limit: the limit of the ratio of the largest to the smallest rms of a family. Query and key weights
             of a healthy transformer differ by a factor of up to 600 in a slow warm-up.
-        norms: the history, which several rules may share.
         most: maximum number of families named in a step.
-        severity: the severity of a finding.
     """
 
     name = "imbalance"

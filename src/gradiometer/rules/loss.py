@@ -45,7 +45,6 @@ class LossSpike(BaseRule):
     Args:
         deviations: limit for the loss, in deviations above its usual value, see `SpikeHistory`.
         warmup: number of losses before the first finding.
-        severity: the severity of a finding.
     """
 
     name = "loss_spike"
@@ -54,9 +53,8 @@ class LossSpike(BaseRule):
     deviations: float = 8.0
     warmup: int = WARMUP
 
-    def restart(self, size: int) -> None:
-        """Start a new history."""
-        super().restart(size)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.losses, self.logs = SpikeHistory(self.warmup), SpikeHistory(self.warmup)
         self.highest = 0.0
 

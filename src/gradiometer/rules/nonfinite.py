@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.rules.base import BaseRule
@@ -66,16 +66,12 @@ class NonFinite(BaseRule):
     skipped: Severity = Severity.WARNING
     patience: int = 10
     severity: Severity = Severity.ERROR
+    streak: int = field(default=0, init=False)
+    first: dict[str, object] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.skipped = Severity(self.skipped)
-
-    def restart(self, size: int) -> None:
-        """Start a new history."""
-        super().restart(size)
-        self.streak = 0
-        self.first: dict[str, object] | None = None
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return one finding if any value of this step is not finite."""

@@ -51,9 +51,6 @@ class Exploding(TensorRule):
     Args:
         deviations: limit in robust standard deviations above the usual norm.
         share: minimum share of the total norm.
-        norms: the history, which several rules may share.
-        most: maximum number of tensors named in a step.
-        severity: the severity of a finding.
     """
 
     name = "exploding"
@@ -110,10 +107,7 @@ class Vanishing(LastingRule):
 
     Args:
         deviations: limit in robust standard deviations below the usual norm.
-        patience: number of recorded steps in a row.
         min_dims: minimum number of dimensions of the tensors.
-        norms: the history, which several rules may share.
-        most: maximum number of tensors named in a step.
         severity: the severity of a finding about a tensor.
     """
 
@@ -188,7 +182,6 @@ class NormSpike(SpikeRule):
     Args:
         deviations: limit for the logarithm of the norm, in deviations above its usual value, see
             `SpikeHistory`.
-        severity: the severity of a finding.
     """
 
     name = "norm_spike"

@@ -67,10 +67,6 @@ class NotUpdated(ChangeRule):
     before the cause changes count for its finding alone. With ``updates=True``, `Stuck` reports tensors of 16
     bits or less, which may stay the same because of rounding, but for those whose learning rate is 0, and
     those with master weights, if none of them changes and nothing is seen to write them.
-
-    Args:
-        patience: number of recorded steps in a row.
-        severity: the severity of a finding.
     """
 
     name = "not_updated"

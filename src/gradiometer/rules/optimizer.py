@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -49,7 +49,6 @@ class Accumulating(WholeRule):
 
     Args:
         steps: number of first steps to compare.
-        severity: the severity of the finding.
     """
 
     name = "accumulating"
@@ -111,7 +110,6 @@ class LearningRate(BaseRule):
         factor: the limit of a jump.
         patience: number of steps with a learning rate of 0, and for which a jump is reported.
         warmup: number of steps with a learning rate above 0 before a jump counts.
-        severity: the severity of a finding.
     """
 
     name = "learning_rate"
@@ -121,9 +119,8 @@ class LearningRate(BaseRule):
     patience: int = 10
     warmup: int = 5
 
-    def restart(self, size: int) -> None:
-        """Start a new history."""
-        super().restart(size)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # of each scalar: the number of steps, the highest rate, that before a jump, the first step of a jump
         # or of a rate of 0, the number of steps since then, and the last rate above 0
         self.state: dict[str, dict[str, float]] = {}
@@ -226,16 +223,11 @@ class UpdateSpike(SpikeRule):
     Args:
         deviations: limit for the logarithm of the norm, in deviations above its usual value, see
             `SpikeHistory`.
-        severity: the severity of a finding.
     """
 
     name = "update_spike"
     kept = (*SpikeRule.kept, "gradients")
-
-    def restart(self, size: int) -> None:
-        """Start a new history."""
-        super().restart(size)
-        self.gradients = SpikeHistory()
+    gradients: SpikeHistory = field(default_factory=SpikeHistory, init=False)
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's updates with the history."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
@@ -43,24 +43,11 @@ class ChangedOutside(TensorRule):
     A finding has ``severity`` if this happens to the tensor in at most a tenth of its steps. Otherwise it has
     info, since it is a part of the training loop, such as weights that are clipped. Weights that no known
     optimizer holds, such as a target network, are left out.
-
-    Args:
-        most: maximum number of tensors named in a step.
-        severity: the severity of a finding.
     """
 
     name = "changed_outside"
     kinds: ClassVar[tuple[str, ...]] = ("updates",)
     kept = (*TensorRule.kept, "after", "after_step", "times", "compared", "since")
-
-    def check_value(self, key: str, value: Any) -> None:
-        """Raise an error unless the value can replace the attribute ``key``."""
-        if key == "after_step":
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-                msg = f"expected a step or None, got {value!r:.40}"
-                raise ValueError(msg)
-            return
-        super().check_value(key, value)
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""

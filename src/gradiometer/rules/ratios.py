@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
@@ -65,7 +65,6 @@ class UpdateRatio(TensorRule):
 
     Args:
         low, high: the band.
-        most: maximum number of tensors named in a step.
         severity: the severity of an update above the band.
     """
 
@@ -78,15 +77,6 @@ class UpdateRatio(TensorRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_band(type(self).__name__, self.low, self.high)
-
-    def check_value(self, key: str, value: Any) -> None:
-        """Raise an error unless the value can replace the attribute ``key``."""
-        if key == "before_step":
-            if value is not None and not isinstance(value, int):
-                msg = f"expected a step or None, got {value!r:.40}"
-                raise ValueError(msg)
-            return
-        super().check_value(key, value)
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""

@@ -28,10 +28,6 @@ class ReplicaDivergence(BaseRule):
 
     It needs the fingerprints of weights of a job with several ranks: ``Monitor(weights=True,
     fingerprint=True)``.
-
-    Args:
-        most: maximum number of tensors named in a step.
-        severity: the severity of a finding.
     """
 
     name = "replica_divergence"
@@ -40,9 +36,8 @@ class ReplicaDivergence(BaseRule):
     most: int = MOST
     severity: Severity = Severity.ERROR
 
-    def restart(self, size: int) -> None:
-        """Start a new history."""
-        super().restart(size)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # parameters that differ, and the step in which that was first seen
         self.names: list[str] = []
         self.since = torch.zeros(0, dtype=torch.int64, device="cpu")

@@ -51,9 +51,6 @@ class Stuck(LastingRule):
 
     Args:
         fraction: limit of the share of stuck elements.
-        patience: number of recorded steps in a row.
-        most: maximum number of tensors named in a step.
-        severity: the severity of a finding.
     """
 
     name = "stuck"

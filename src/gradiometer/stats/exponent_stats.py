@@ -18,11 +18,10 @@ from gradiometer.columns import (
     power_of_two,
     quantile,
 )
-from gradiometer.columns.rows import take
 from gradiometer.inputs import check_names, local_shards, named_tensors
 from gradiometer.stats.device_values import ExponentValues
 from gradiometer.stats.host_copy import fetch, outside_of_a_graph
-from gradiometer.stats.measure import over_ranks, plain
+from gradiometer.stats.measure import over_ranks, plain, rows_by_device
 from gradiometer.stats.named_stats import NamedStats
 from gradiometer.stats.precision_report import PrecisionReport
 
@@ -178,16 +177,5 @@ def exponents_of(named: Named, caller: str) -> ExponentStats:
     names, tensors = named.names, plain(named, caller)
     if not tensors:
         return ExponentStats(names, torch.empty((0, EXPONENTS.width), dtype=torch.int64, device="cpu"))
-    # the first device that is not the CPU: copying to the CPU would wait for it
-    devices = sorted(dict.fromkeys([x.device for x in tensors]), key=lambda device: device.type == "cpu")
-    if len(devices) == 1:
-        return ExponentStats(names, ops.measure_exponents(tensors))
-    found: list[Tensor] = []
-    order: list[int] = []
-    for device in devices:
-        here = [i for i, x in enumerate(tensors) if x.device == device]
-        own = ops.measure_exponents([tensors[i] for i in here])
-        found.append(own.to(devices[0], non_blocking=True))
-        order += here
-    columns = torch.cat(found) if len(found) > 1 else found[0]
-    return ExponentStats(names, take(columns, sorted(range(len(order)), key=order.__getitem__)))
+    measured = rows_by_device(tensors, lambda rows: ops.measure_exponents([tensors[i] for i in rows]))
+    return ExponentStats(names, measured)

@@ -21,10 +21,7 @@ class PairStats(PairValues, NamedStats[PairReport]):
     Attributes:
         names: T names, one per row.
         columns: ``(T, P) float64``, the raw columns in the order of ``gm.PAIR_COLUMNS``.
-        sharding: as for `TensorStats`.
-        origin: ``(T,) float64``, after `reduce`: the first rank, by its index in the group, with a NaN or Inf
-            in its part of the pair; -1 if none has; -2 if no rank measured it. None before `reduce`.
-        local: after `reduce`: the statistics of this process before it.
+        sharding, origin, local: as for `TensorStats`.
 
     Every raw column and derived value is a property too, ``(T,) float64``; the page "Columns and flags" of
     the reference lists them:
