@@ -249,25 +249,23 @@ def test_without_correction_it_is_updated_inside_a_compiled_step(backend):
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("value", [None, 0, "no"])
-def test_a_bias_correction_that_is_no_bool_is_refused(value):
-    with pytest.raises(TypeError, match=r"bias_correction must be True or False"):
-        EMA(bias_correction=value)
-
-
 # refused arguments
 
 
-@pytest.mark.parametrize("decay", [1.0, -0.1, NAN, INF, 2, "0.9", None])
-def test_a_decay_out_of_range_is_refused(decay):
-    with pytest.raises(ValueError, match=r"decay must be a number in \[0, 1\)"):
-        EMA(decay=decay)
+REFUSED = [
+    ("decay", [1.0, -0.1, NAN, INF, 2, "0.9", None], ValueError, r"decay must be a number in \[0, 1\)"),
+    ("eps", [0.0, -1e-12, NAN, INF, "1"], ValueError, "eps must be a positive finite number"),
+    ("bias_correction", [None, 0, "no"], TypeError, "bias_correction must be True or False"),
+    ("shape", [0.99, "x", -1, (2, -1), (1.5,), None], ValueError, "shape must be .* by keyword"),
+]
 
 
-@pytest.mark.parametrize("eps", [0.0, -1e-12, NAN, INF, "1"])
-def test_an_eps_out_of_range_is_refused(eps):
-    with pytest.raises(ValueError, match=r"eps must be a positive finite number"):
-        EMA(eps=eps)
+@pytest.mark.parametrize(
+    ("name", "value", "error", "words"), [(n, x, e, w) for n, xs, e, w in REFUSED for x in xs]
+)
+def test_an_argument_that_is_none_is_refused(name, value, error, words):
+    with pytest.raises(error, match=words):
+        EMA(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -488,9 +486,3 @@ def test_a_complex_state_is_refused(assign):
         again.load_state_dict(saved, assign=assign)
     assert again.state.dtype == torch.float64
     assert again.steps.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("shape", [0.99, "x", -1, (2, -1), (1.5,), None])
-def test_a_shape_that_is_none_is_refused(shape):
-    with pytest.raises(ValueError, match=r"shape must be .* integers; pass decay by keyword"):
-        EMA(shape)

@@ -85,6 +85,21 @@ def test_every_value_is_a_property_and_has_a_total(kind, stats):
         stats.total_value("nothing")
 
 
+def test_type_checkers_and_help_know_the_values(kind, stats):
+    schema = SCHEMAS[kind]
+    for name in schema.attributes:
+        assert getattr(type(stats), name).__doc__.startswith(schema[name].meaning)
+    typed = {
+        name
+        for base in type(stats).__mro__
+        if base.__module__.endswith(".device_values")
+        for name in vars(base).get("__annotations__", ())
+    }
+    assert typed <= set(schema.attributes)
+    if kind in {"tensors", "activations", "exponents"}:
+        assert typed == set(schema.attributes)
+
+
 def test_the_repr_is_one_line_that_never_waits(kind, stats):
     noun = {"pairs": "pair", "activations": "row", "signs": "row"}.get(kind, "tensor")
     end = ", on cpu; materialize() reads them>"

@@ -418,27 +418,20 @@ def test_errors_of_the_constructor(make, error, text):
 
 
 @pytest.mark.parametrize(
-    ("x", "error", "text"),
+    ("x", "options", "error", "text"),
     [
-        (3.0, TypeError, "'x' is 3.0; pass a tensor"),
-        (torch.ones(2, dtype=torch.int64), TypeError, "torch.int64"),
-        (torch.eye(2).to_sparse(), TypeError, "layout"),
-        (torch.ones(2, device="meta"), TypeError, "on meta"),
+        (3.0, {}, TypeError, "'x' is 3.0; pass a tensor"),
+        (torch.ones(2, dtype=torch.int64), {}, TypeError, "torch.int64"),
+        (torch.eye(2).to_sparse(), {}, TypeError, "layout"),
+        (torch.ones(2, device="meta"), {}, TypeError, "on meta"),
+        (torch.ones(2, 2), {"channel_dim": 2}, IndexError, "'x' has 2 dimensions, so channel_dim=2 is none"),
     ],
 )
-def test_what_cannot_be_measured_is_named(x, error, text):
+def test_what_cannot_be_measured_is_named(x, options, error, text):
     model = Calls("x")
     taps = gm.Taps(model, names=["x"])
     with pytest.raises(error, match=text):
-        model(x)
-    taps.remove()
-
-
-def test_a_channel_dimension_that_is_not_there():
-    model = Calls("x")
-    taps = gm.Taps(model, names=["x"])
-    with pytest.raises(IndexError, match="'x' has 2 dimensions, so channel_dim=2 is none"):
-        model(torch.ones(2, 2), channel_dim=2)
+        model(x, **options)
     taps.remove()
 
 

@@ -56,7 +56,8 @@ ACTIVATIONS: Final = Schema(
         Derived(
             "kurtosis",
             _kurtosis,
-            "mean of x**4 over the square of the mean of x**2, neither about the mean of x; 0 if all are 0",
+            "mean of x**4 over the square of the mean of x**2, neither about the mean of x: "
+            "3 for a normal distribution about 0, 1 for a constant magnitude; 0 if all are 0",
         ),
         Derived(
             "zero_channel_fraction",

@@ -266,6 +266,8 @@ def _numel(row: Row) -> Tensor:
     return row.columns.sum(-1)
 
 
+_OF: Final = "floor(log2 |x|) of the {} finite element; 0 if there is none"
+
 EXPONENTS: Final = Schema(
     "exponents",
     (
@@ -283,11 +285,12 @@ EXPONENTS: Final = Schema(
             "n_nonfinite", lambda row: row("n_nan") + row("n_inf"), "NaN and infinite elements", style="rare"
         ),
         Derived(
-            "min_exponent", lambda row: min_exponent(row.columns), "of the smallest element", "min log2 |x|"
+            "min_exponent",
+            lambda row: min_exponent(row.columns),
+            _OF.format("smallest nonzero"),
+            "min log2 |x|",
         ),
-        Derived(
-            "max_exponent", lambda row: max_exponent(row.columns), "of the largest element", "max log2 |x|"
-        ),
+        Derived("max_exponent", lambda row: max_exponent(row.columns), _OF.format("largest"), "max log2 |x|"),
     ),
     dtype=torch.int64,
     storage="sparse",

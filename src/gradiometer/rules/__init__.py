@@ -3,6 +3,10 @@
 Each rule takes one `StepRecord` after the other (`check`) and keeps its own history
 (``state_dict``, ``load_state_dict``). A custom rule is any object with the methods of
 `gradiometer.rules.Rule`. Nothing here reads a device or a disk.
+
+Rules share these options, where their signatures have them: ``severity`` of a finding; ``patience``, the
+number of recorded steps in a row in which a condition holds before there is a finding; ``most``, the maximum
+number of tensors, taps or routers named in a step; ``norms``, a history that several rules may share.
 """
 
 from gradiometer.rules.activations import CollapsingRouter, DeadUnits, GrowingLogits

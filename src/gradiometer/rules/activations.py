@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
-from gradiometer.rules.base import MOST, LastingRule, Observation
+from gradiometer.rules.base import LastingRule, Observation
 from gradiometer.rules.finding import Severity, times
 from gradiometer.rules.flow import ROUTED
 from gradiometer.stats import EXPERT_LOAD, MAX_LOGIT, MAX_LOGIT_BOUND, ROUTER_ENTROPY
@@ -27,6 +28,7 @@ REVIVE: Final = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class DeadUnits(LastingRule):
     """A tapped layer with at least this share of channels that are always 0, for a while.
 
@@ -38,27 +40,19 @@ class DeadUnits(LastingRule):
 
     Args:
         fraction: limit of the share of channels.
-        patience: number of recorded steps in a row.
-        most: maximum number of taps named in a step.
-        severity: the severity of a finding.
     """
 
     name = "dead_units"
     kinds: ClassVar[tuple[str, ...]] = ("activations",)
+    fraction: float = 0.5
+    _: KW_ONLY
+    patience: int = 20
 
-    def __init__(
-        self,
-        fraction: float = 0.5,
-        *,
-        patience: int = 20,
-        most: int = MOST,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity, most, patience, 0)
-        if not 0.0 < fraction <= 1.0:
-            msg = f"DeadUnits(fraction={fraction!r}): fraction must be above 0 and at most 1"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.fraction <= 1.0:
+            msg = f"DeadUnits(fraction={self.fraction!r}): fraction must be above 0 and at most 1"
             raise ValueError(msg)
-        self.fraction = fraction
 
     def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about taps with dead units for ``patience`` steps."""
@@ -67,7 +61,7 @@ class DeadUnits(LastingRule):
         known = (record.value("numel", "activations") >= LEAST * channels) & (channels > 0)
         known &= record.measured("activation_grads")
         found = self.lasting(known & (share >= self.fraction), known, record.step)
-        if found is None or not found.any():
+        if found is None:
             return []
 
         def describe(place: int) -> Observation:
@@ -93,6 +87,7 @@ CAP: Final = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class GrowingLogits(LastingRule):
     """An attention logit that is too large for the softmax, and has grown, for a while.
 
@@ -106,30 +101,20 @@ class GrowingLogits(LastingRule):
     Args:
         limit: of the largest logit.
         factor: the logit must also be this many times its lowest value so far.
-        patience: number of recorded steps in a row.
-        most: maximum number of taps named in a step.
-        severity: the severity of a finding.
     """
 
     name = "growing_logits"
     kept: ClassVar[tuple[str, ...]] = (*LastingRule.kept, "lowest")
     kinds: ClassVar[tuple[str, ...]] = ("activations",)
+    limit: float = 1000.0
+    _: KW_ONLY
+    factor: float = 10.0
 
-    def __init__(
-        self,
-        limit: float = 1000.0,
-        *,
-        factor: float = 10.0,
-        patience: int = 10,
-        most: int = MOST,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity, most, patience, 0)
-        if not limit > 0.0 or not factor >= 1.0:
-            msg = f"GrowingLogits({limit!r}, factor={factor!r}): limit must be above 0, factor at least 1"
-            raise ValueError(msg)
-        self.limit, self.factor = limit, factor
-        self.lowest = self.limits = torch.zeros(0, dtype=torch.float64, device="cpu")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.limit > 0.0 or not self.factor >= 1.0:
+            msg = f"GrowingLogits({self.limit!r}, factor={self.factor!r}): "
+            raise ValueError(msg + "limit must be above 0, factor at least 1")
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
@@ -150,7 +135,7 @@ class GrowingLogits(LastingRule):
         self.lowest = torch.where(known, torch.minimum(self.lowest, top), self.lowest)
         now = known & (top >= NOTABLE * self.limits) & (top >= self.factor * self.lowest)
         found = self.lasting(now, known, record.step)
-        if found is None or not found.any():
+        if found is None:
             return []
 
         def describe(place: int) -> Observation:
@@ -175,6 +160,7 @@ BALANCE: Final = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class CollapsingRouter(LastingRule):
     """A router that sends nearly all tokens to the same experts, for a while.
 
@@ -187,34 +173,25 @@ class CollapsingRouter(LastingRule):
 
     Args:
         limit: of the share of the other experts that are in use.
-        patience: number of recorded steps in a row.
-        most: maximum number of routers named in a step.
-        severity: the severity of a finding.
     """
 
     name = "collapsing_router"
     kinds: ClassVar[tuple[str, ...]] = ("activations",)
+    limit: float = 0.1
+    _: KW_ONLY
+    patience: int = 20
 
-    def __init__(
-        self,
-        limit: float = 0.1,
-        *,
-        patience: int = 20,
-        most: int = MOST,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity, most, patience, 0)
-        if not 0.0 <= limit < 1.0:
-            msg = f"CollapsingRouter({limit!r}): limit must be at least 0 and below 1"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.limit < 1.0:
+            msg = f"CollapsingRouter({self.limit!r}): limit must be at least 0 and below 1"
             raise ValueError(msg)
-        self.limit = limit
-        self.pairs: list[tuple[int, int]] = []
 
     def prepare(self, rows: Rows) -> None:
         """Find the two rows of each router."""
         super().prepare(rows)
         ends = {name: name.removesuffix(EXPERT_LOAD) + ROUTER_ENTROPY for name in rows.names}
-        self.pairs = [
+        self.pairs: list[tuple[int, int]] = [
             (place, rows.index[ends[name]])
             for name, place in rows.index.items()
             if name.endswith(EXPERT_LOAD) and ends[name] in rows.index
@@ -235,7 +212,7 @@ class CollapsingRouter(LastingRule):
         known = (tokens * chosen >= TOKENS * experts) & (experts > 1.0) & (chosen < experts)
         known &= record.value("n_nonfinite", "activations") == 0
         found = self.lasting(known & (share <= self.limit), known, record.step)
-        if found is None or not found.any():
+        if found is None:
             return []
 
         def describe(place: int) -> Observation:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradiometer.recorder import label
-from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import FLOOR, History, NormHistory, SpikeHistory, is_names
 
 if TYPE_CHECKING:
@@ -36,30 +37,46 @@ class Observation(NamedTuple):
     severity: Severity
 
 
+@dataclass(eq=False, repr=False)
 class BaseRule:
-    """A rule whose history is in the attributes listed in ``kept``.
+    """A rule whose history is in the attributes listed in ``kept``. Its options are fields.
 
     Attributes:
         name: as in `Finding.rule`.
         severity: the severity of its findings.
     """
 
-    name: str
+    name: str = field(init=False)
     kept: ClassVar[tuple[str, ...]] = ()
+    _: KW_ONLY
+    severity: Severity = Severity.WARNING
 
-    def __init__(self, severity: Severity) -> None:
-        self.severity = Severity(severity)
+    def __post_init__(self) -> None:
+        self.severity = Severity(self.severity)
+
+    def finding(
+        self,
+        record: StepRecord,
+        since: int,
+        tensor: str | None,
+        value: float,
+        threshold: float,
+        message: str,
+        advice: str,
+        severity: Severity | None = None,
+        kind: str | None = "grads",
+    ) -> Finding:
+        """Return a finding from step ``since`` to this one."""
+        severity = self.severity if severity is None else severity
+        fields = severity, since, record.step, kind, tensor, value, threshold, message, advice
+        return Finding(self.name, *fields)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a snapshot of the history, as plain values and tensors."""
         return {key: _plain(getattr(self, key)) for key in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history that `state_dict` of the same kind of rule returned.
-
-        Raises:
-            ValueError: for the state of another rule, or a value that does not fit; nothing has changed then.
-        """
+        """Restore a history; a ValueError, and no change, for another rule's state, or one that is unfit."""
         if not isinstance(state, Mapping) or set(state) != set(self.kept):
             keys = f"with the keys {list(state)}" if isinstance(state, Mapping) else f"{state!r:.40}"
             msg = f"{type(self).__name__}: got the state of another rule, {keys}; "
@@ -82,7 +99,11 @@ class BaseRule:
     def check_value(self, key: str, value: Any) -> None:
         """Raise an error unless the value can replace the attribute ``key``."""
         mine = getattr(self, key)
-        if isinstance(mine, _HISTORIES):
+        if key in {"before_step", "after_step"}:
+            if value is not None and type(value) is not int:
+                msg = f"expected a step or None, got {value!r:.40}"
+                raise ValueError(msg)
+        elif isinstance(mine, _HISTORIES):
             mine.check_state(value)
         elif isinstance(mine, Tensor):
             if not isinstance(value, Tensor) or value.dtype != mine.dtype or value.dim() != mine.dim():
@@ -101,28 +122,24 @@ class BaseRule:
             raise ValueError(msg)
 
 
-class TensorRule(BaseRule):
-    """A rule about the tensors of recorded steps, which names a few of them.
-
-    It names at most ``most`` tensors: first those that it named before, then the worst. So a run in which
-    everything goes wrong has a few findings, not one per tensor. The first message counts the others.
-    """
+@dataclass(eq=False, repr=False)
+class WholeRule(BaseRule):
+    """A rule about the tensors of recorded steps, with findings about all of them or about groups of them."""
 
     # `names` are the tensors that the history is about
-    kept: ClassVar[tuple[str, ...]] = ("names", "named")
+    kept: ClassVar[tuple[str, ...]] = ("names",)
 
     # it checks steps with a table of the first of these kinds that the run records
     kinds: ClassVar[tuple[str, ...]] = ("grads",)
 
-    def __init__(self, severity: Severity, most: int = MOST) -> None:
-        super().__init__(severity)
-        if most < 1:
-            msg = f"{type(self).__name__}(most={most!r}): most must be at least 1"
-            raise ValueError(msg)
-        self.most = most
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.names: list[str] = []
-        self.named = torch.zeros(0, dtype=torch.bool, device="cpu")
         self._known_rows: Rows | None = None
+        self.restart(0)
+
+    def restart(self, size: int) -> None:
+        """Start a new history of ``size`` tensors."""
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return the findings of this step; none if the tensors that it checks were not measured."""
@@ -134,7 +151,6 @@ class TensorRule(BaseRule):
             self._known_rows = rows
             if self.names != list(rows.names):  # other tensors need a new history
                 self.names = list(rows.names)
-                self.named = torch.zeros(len(self.names), dtype=torch.bool, device="cpu")
                 self.restart(len(self.names))
             self.prepare(rows)
         return self.examine(record)
@@ -144,15 +160,36 @@ class TensorRule(BaseRule):
         super().load_state_dict(state)
         self._known_rows = None
 
-    def restart(self, size: int) -> None:
-        """Start a new history of ``size`` tensors."""
-
     def prepare(self, rows: Rows) -> None:
         """Prepare for other rows, or for a restored history."""
 
     def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return the findings of a step with a table of one of `kinds`."""
         raise NotImplementedError
+
+
+@dataclass(eq=False, repr=False)
+class TensorRule(WholeRule):
+    """A rule that names a few tensors.
+
+    It names at most ``most`` tensors: first those that it named before, then the worst. So a run in which
+    everything goes wrong has a few findings, not one per tensor. The first message counts the others.
+    """
+
+    kept: ClassVar[tuple[str, ...]] = (*WholeRule.kept, "named")
+    _: KW_ONLY
+    most: int = MOST
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.most < 1:
+            msg = f"{type(self).__name__}(most={self.most!r}): most must be at least 1"
+            raise ValueError(msg)
+
+    def restart(self, size: int) -> None:
+        """Start a new history of ``size`` tensors."""
+        super().restart(size)
+        self.named = torch.zeros(size, dtype=torch.bool, device="cpu")
 
     def findings(
         self,
@@ -188,45 +225,40 @@ class TensorRule(BaseRule):
             name, observed = record.names(kind)[place], describe(place)
             begun = record.step if since is None else int(since[place])
             suffix = "" if made else others
+            text = f"{label(kind, name)}: {observed.message}{suffix}"
+            limit, advice, severity = observed.threshold, observed.advice, observed.severity
             made.append(
-                Finding(
-                    self.name,
-                    observed.severity,
-                    begun,
-                    record.step,
-                    kind,
-                    name,
-                    observed.value,
-                    observed.threshold,
-                    f"{label(kind, name)}: {observed.message}{suffix}",
-                    observed.advice,
-                )
+                self.finding(record, begun, name, observed.value, limit, text, advice, severity, kind)
             )
         return made
 
 
-class SpikeRule(BaseRule):
-    """A rule about a total norm far above its recent past.
+class Spike(NamedTuple):
+    """A total norm that is a spike, its usual value, the limit, and a message."""
 
-    Args:
-        deviations: limit for the logarithm of the norm, in deviations above its usual value, see
-            `SpikeHistory`.
-        severity: the severity of a finding.
-    """
+    total: float
+    usual: float
+    limit: float
+    message: str
+
+
+@dataclass(eq=False, repr=False)
+class SpikeRule(BaseRule):
+    """A rule about a total norm far above its recent past."""
 
     kept: ClassVar[tuple[str, ...]] = ("history", "known")
+    _: KW_ONLY
+    deviations: float = 8.0
+    history: SpikeHistory = field(default_factory=SpikeHistory, init=False)
+    known: int = field(default=0, init=False)
 
-    def __init__(self, *, deviations: float = 8.0, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(severity)
-        self.deviations = deviations
-        self.history = SpikeHistory()
-        self.known = 0
+    def spike(
+        self, record: StepRecord, kind: str, subject: str, squares: Tensor, scale: float = 1.0
+    ) -> Spike | None:
+        """Return a total norm that is a spike, with its usual value, the limit and a message.
 
-    def spike(self, squares: Tensor, scale: float = 1.0) -> tuple[float, float, float, int] | None:
-        """Return a total norm that is a spike, its usual value, the limit, and the index of its largest part.
-
-        ``squares``: of the norms, ``(N,)``; ``scale``: what the norms are divided by. A total that is 0 or
-        not finite is left out.
+        ``squares``: of the norms, ``(N,)``; they are divided by ``scale``. A total that is 0 or not finite is
+        left out. ``subject`` begins the message.
         """
         total = math.sqrt(float(squares.sum()))
         if not (0.0 < total < math.inf and 0.0 < scale < math.inf):
@@ -239,44 +271,22 @@ class SpikeRule(BaseRule):
         z, usual, deviation = self.history.score(math.log(total / scale), FLOOR)
         if z <= self.deviations:
             return None
-        limit = math.exp(usual + self.deviations * deviation) * scale
-        return total, math.exp(usual) * scale, limit, int(squares.argmax())
+        limit, usual, place = math.exp(usual + self.deviations * deviation), math.exp(usual), squares.argmax()
+        text = f"{subject} {total:.3g}, {times(total / (usual * scale))} its usual {usual * scale:.3g}; "
+        text += f"{float(squares[place]) / total**2:.0%} of its square comes from "
+        return Spike(total, usual * scale, limit * scale, text + label(kind, record.names(kind)[int(place)]))
 
 
-class WholeRule(TensorRule):
-    """A rule with few findings, each about all tensors or about a group of them."""
-
-    kept: ClassVar[tuple[str, ...]] = ("names",)
-
-    def finding(
-        self,
-        record: StepRecord,
-        since: int,
-        tensor: str | None,
-        value: float,
-        threshold: float,
-        message: str,
-        advice: str,
-        severity: Severity,
-        kind: str | None = "grads",
-    ) -> Finding:
-        """Return a finding from step ``since`` to this one."""
-        fields = severity, since, record.step, kind, tensor, value, threshold, message, advice
-        return Finding(self.name, *fields)
-
-
+@dataclass(eq=False, repr=False)
 class ChangeRule(WholeRule):
     """A rule that asks whether weights change."""
 
     kept: ClassVar[tuple[str, ...]] = (*WholeRule.kept, "before")
 
-    def __init__(self, severity: Severity) -> None:
-        super().__init__(severity)
-        # the weights' columns of the last step in which they, or their updates, were measured
-        self.before = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
-
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
+        super().restart(size)
+        # the weights' columns of the last step in which they, or their updates, were measured
         self.before = torch.zeros(size, 0, dtype=torch.float64, device="cpu")
 
     def moved(self, record: StepRecord) -> Tensor | None:
@@ -300,6 +310,7 @@ class ChangeRule(WholeRule):
         return (self.before != before).any(dim=1) if before.shape == self.before.shape else None
 
 
+@dataclass(eq=False, repr=False)
 class LastingRule(TensorRule):
     """A rule about conditions that last for ``patience`` recorded steps.
 
@@ -308,19 +319,19 @@ class LastingRule(TensorRule):
     """
 
     kept: ClassVar[tuple[str, ...]] = (*TensorRule.kept, "streak", "since", "counting")
+    _: KW_ONLY
+    patience: int = 10
+    min_dims: int = field(default=0, init=False)
 
-    def __init__(self, severity: Severity, most: int, patience: int, min_dims: int) -> None:
-        super().__init__(severity, most)
-        if patience < 1:
-            msg = f"{type(self).__name__}(patience={patience!r}): patience must be at least 1"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.patience < 1:
+            msg = f"{type(self).__name__}(patience={self.patience!r}): patience must be at least 1"
             raise ValueError(msg)
-        self.patience, self.min_dims = patience, min_dims
-        self.streak = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
-        self.counting = False
-        self.wide = torch.zeros(0, dtype=torch.bool, device="cpu")
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
+        super().restart(size)
         self.streak, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
         self.counting = False
 
@@ -329,7 +340,7 @@ class LastingRule(TensorRule):
         self.wide = mask([len(shape) >= self.min_dims for shape in rows.shapes])
 
     def lasting(self, now: Tensor, known: Tensor, step: int) -> Tensor | None:
-        """Return where the condition has lasted, ``(N,) bool``, or None if it holds nowhere in this step.
+        """Return where the condition has lasted, ``(N,) bool``, or None if that is nowhere.
 
         ``now``: where it holds in this step; ``known``: which tensors were measured; both ``(N,) bool``.
         """
@@ -341,7 +352,8 @@ class LastingRule(TensorRule):
         self.counting = True
         self.streak = torch.where(known, (self.streak + 1.0).mul_(now), self.streak)
         self.since = torch.where(now & (self.streak == 1.0), float(step), self.since)
-        return now & (self.streak >= self.patience)
+        found = now & (self.streak >= self.patience)
+        return found if found.any() else None
 
 
 def recorded_kind(record: StepRecord, kinds: Iterable[str]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -64,26 +65,19 @@ THAW: Final = "if they are meant to learn, call requires_grad_(True) on them, an
 HOLD: Final = "if they are meant to learn, pass them to an optimizer, and connect them to the loss"
 
 
+@dataclass(eq=False, repr=False)
 class NoGradients(ChangeRule):
     """No gradient at all, or gradients of exactly 0 only, for a while.
 
     The message names the likely mistakes, from what else is known: who calls the monitor, whether weights
     change, and whether the loss depends on the model. If gradients were seen before and all of them are now
     exactly 0, as when a hinge loss has converged, it has severity info.
-
-    Args:
-        patience: number of recorded steps in a row.
-        severity: the severity of the finding.
     """
 
     name = "no_gradients"
     kept = (*ChangeRule.kept, "streak", "since", "has_seen", "has_changed")
-
-    def __init__(self, *, patience: int = 5, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(severity)
-        self.patience = patience
-        self.streak = self.since = 0
-        self.has_seen = self.has_changed = False
+    _: KW_ONLY
+    patience: int = 5
 
     def restart(self, size: int) -> None:
         """Start a new history."""
@@ -138,6 +132,7 @@ class NoGradients(ChangeRule):
         return f"{text}{still}: {', '.join(causes[:-1])}, or {causes[-1]}", order
 
 
+@dataclass(eq=False, repr=False)
 class NoGradientFlow(WholeRule):
     """Parameters that require a gradient but do not get one, while others do.
 
@@ -146,27 +141,18 @@ class NoGradientFlow(WholeRule):
     contain ``expert`` have severity info, since a step may route nothing to them. Frozen parameters,
     ``requires_grad=False``, are one finding of severity info. With `gradiometer.watch` and trainers, so are
     parameters that no optimizer holds, such as a target network or a teacher.
-
-    Args:
-        patience: number of recorded steps in a row.
-        severity: the severity of a finding.
     """
 
     name = "no_gradient_flow"
     kept = (*WholeRule.kept, "streak", "since", "state")
-
-    def __init__(self, *, patience: int = 10, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(severity)
-        self.patience = patience
-        self.streak = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
-        # 2 for parameters that are meant to get a gradient, 1 for those that no optimizer holds, 0 for frozen
-        self.state = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self._holds = torch.zeros(0, dtype=torch.bool, device="cpu")
+    _: KW_ONLY
+    patience: int = 10
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
         super().restart(size)
         self.streak, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
+        # 2 for parameters that are meant to get a gradient, 1 for those that no optimizer holds, 0 for frozen
         self.state = torch.zeros(size, dtype=torch.int64, device="cpu")
 
     def prepare(self, rows: Rows) -> None:

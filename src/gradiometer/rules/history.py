@@ -117,11 +117,7 @@ class History:
             raise ValueError(msg)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history.
-
-        Raises:
-            ValueError: as `check_state`.
-        """
+        """Restore a history; a ValueError as `check_state` raises."""
         self.check_state(state)
         self.count, self.mean, self.deviation = state["count"], state["mean"], state["deviation"]
 
@@ -195,11 +191,7 @@ class SpikeHistory:
             raise ValueError(msg)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history.
-
-        Raises:
-            ValueError: as `check_state`.
-        """
+        """Restore a history; a ValueError as `check_state` raises."""
         self.check_state(state)
         self.recent, self.count, self.rise = list(state["recent"]), state["count"], state["rise"]
 
@@ -273,11 +265,7 @@ class NormHistory:
             raise ValueError(msg)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history.
-
-        Raises:
-            ValueError: as `check_state`.
-        """
+        """Restore a history; a ValueError as `check_state` raises."""
         self.check_state(state)
         self.names = list(state["names"])
         self._rows = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -46,6 +47,7 @@ _SCALES: Final = re.compile(r"norm|scale|gamma|gain", re.IGNORECASE)
 _LOOKED_UP: Final = re.compile(r"emb|wte|wpe|token|pos", re.IGNORECASE)
 
 
+@dataclass(eq=False, repr=False)
 class Initialization(WholeRule):
     """Weights with an unusual scale in the first recorded step; needs a Monitor with ``weights=True``.
 
@@ -59,20 +61,14 @@ class Initialization(WholeRule):
     Args:
         factor: the limit of the ratio.
         patience: number of recorded steps.
-        severity: the severity of a finding.
     """
 
     name = "initialization"
     kinds: ClassVar[tuple[str, ...]] = ("weights",)
     kept = (*WholeRule.kept, "count", "zero")
-
-    def __init__(
-        self, *, factor: float = 30.0, patience: int = 10, severity: Severity = Severity.WARNING
-    ) -> None:
-        super().__init__(severity)
-        self.factor, self.patience = factor, patience
-        self.count = 0
-        self.zero = torch.zeros(0, dtype=torch.bool, device="cpu")
+    _: KW_ONLY
+    factor: float = 30.0
+    patience: int = 10
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
@@ -165,6 +161,7 @@ class Initialization(WholeRule):
         return self.finding(record, record.step, name, value, limit, text, advice, self.severity, "weights")
 
 
+@dataclass(eq=False, repr=False)
 class Untied(WholeRule):
     """Two weights that were tied, or started as copies of one another, and are two weights now.
 
@@ -174,25 +171,18 @@ class Untied(WholeRule):
     not tie weights. Layers that are copies by design are left out: those whose names differ only in numbers,
     or end alike, as in a teacher and a student; and, with `gradiometer.watch` and trainers, those of which no
     optimizer holds one, such as a target network.
-
-    Args:
-        severity: the severity of a finding.
     """
 
     name = "untied"
     kept = (*WholeRule.kept, "count", "pairs", "reported")
 
-    def __init__(self, *, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(severity)
+    def restart(self, size: int) -> None:
+        """Start a new history."""
+        super().restart(size)
         self.count = 0
         # names, first and second of each pair in turn
         self.pairs: list[str] = []
         self.reported: list[str] = []
-
-    def restart(self, size: int) -> None:
-        """Start a new history."""
-        super().restart(size)
-        self.count, self.pairs, self.reported = 0, [], []
 
     def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Compare the weights that were equal in the first step."""
@@ -255,21 +245,16 @@ def _differ(first: str, second: str) -> bool:
     return first.split(".")[-2:] != second.split(".")[-2:] or "." not in first
 
 
+@dataclass(eq=False, repr=False)
 class EvalMode(BaseRule):
-    """A model that is trained in evaluation mode, though it has BatchNorm or Dropout layers.
-
-    Args:
-        patience: number of recorded steps in a row.
-        severity: the severity of the finding.
-    """
+    """A model that is trained in evaluation mode, though it has BatchNorm or Dropout layers."""
 
     name = "eval_mode"
     kept = ("streak", "since")
-
-    def __init__(self, *, patience: int = 10, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(severity)
-        self.patience = patience
-        self.streak = self.since = 0
+    _: KW_ONLY
+    patience: int = 10
+    streak: int = field(default=0, init=False)
+    since: int = field(default=0, init=False)
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return a finding if the model has been in evaluation mode for ``patience`` steps."""
@@ -286,6 +271,5 @@ class EvalMode(BaseRule):
             return []
         text = f"the model is trained in evaluation mode since step {self.since}: {layers} behave as in "
         text += "inference"
-        last = record.step
-        fields = self.severity, self.since, last, None, None, float(self.patience), 0.0, text, TRAIN
-        return [Finding(self.name, *fields)]
+        patience = float(self.patience)
+        return [self.finding(record, self.since, None, patience, 0.0, text, TRAIN, self.severity, None)]

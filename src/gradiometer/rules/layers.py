@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from gradiometer.columns import Flag
 from gradiometer.recorder import label
-from gradiometer.rules.base import MOST, LastingRule, Observation, TensorRule
+from gradiometer.rules.base import LastingRule, Observation, TensorRule
 from gradiometer.rules.finding import Severity
 from gradiometer.rules.flow import ROUTED
 from gradiometer.rules.history import NormHistory
@@ -34,6 +35,7 @@ REBALANCE: Final = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class Dead(LastingRule):
     """A gradient with at least the threshold's share of zeros (all of them, by default) for a while.
 
@@ -42,23 +44,13 @@ class Dead(LastingRule):
     may be exactly 0 in a healthy model.
 
     Args:
-        patience: number of recorded steps in a row.
         min_dims: minimum number of dimensions of the tensors.
-        most: maximum number of tensors named in a step.
-        severity: the severity of a finding.
     """
 
     name = "dead"
-
-    def __init__(
-        self,
-        *,
-        patience: int = 20,
-        min_dims: int = 2,
-        most: int = MOST,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity, most, patience, min_dims)
+    _: KW_ONLY
+    patience: int = 20
+    min_dims: int = 2
 
     def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about gradients that have been dead for ``patience`` steps."""
@@ -80,6 +72,7 @@ class Dead(LastingRule):
         return self.findings(record, "grads", lasting, self.streak, describe, self.since)
 
 
+@dataclass(eq=False, repr=False)
 class LayerImbalance(TensorRule):
     """Corresponding tensors of different layers, whose gradients differ by a large factor.
 
@@ -91,32 +84,20 @@ class LayerImbalance(TensorRule):
     Args:
         limit: the limit of the ratio of the largest to the smallest rms of a family. Query and key weights
             of a healthy transformer differ by a factor of up to 600 in a slow warm-up.
-        norms: the history, which several rules may share.
         most: maximum number of families named in a step.
-        severity: the severity of a finding.
     """
 
     name = "imbalance"
     kept = (*TensorRule.kept, "norms")
+    _: KW_ONLY
+    limit: float = 1e4
+    norms: NormHistory = field(default_factory=NormHistory)
 
-    def __init__(
-        self,
-        *,
-        limit: float = 1e4,
-        norms: NormHistory | None = None,
-        most: int = MOST,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity, most)
-        if not limit > 1:
-            msg = f"LayerImbalance(limit={limit!r}): limit must be greater than 1"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.limit > 1:
+            msg = f"LayerImbalance(limit={self.limit!r}): limit must be greater than 1"
             raise ValueError(msg)
-        self.limit = limit
-        self.norms = norms or NormHistory()
-        self.half_log_numel = torch.zeros(0, dtype=torch.float64, device="cpu")
-        self.related = torch.zeros(0, dtype=torch.bool, device="cpu")
-        self.family = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self.families: list[str] = []
 
     def prepare(self, rows: Rows) -> None:
         """Find the families; tensors without a family get the last index."""

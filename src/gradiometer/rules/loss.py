@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final
 
 from gradiometer.rules.base import BaseRule
@@ -33,6 +34,7 @@ ADVICE: Final = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class LossSpike(BaseRule):
     """A loss far above its recent past. Every step with a loss counts, recorded or not.
 
@@ -43,22 +45,17 @@ class LossSpike(BaseRule):
     Args:
         deviations: limit for the loss, in deviations above its usual value, see `SpikeHistory`.
         warmup: number of losses before the first finding.
-        severity: the severity of a finding.
     """
 
     name = "loss_spike"
     kept = ("losses", "logs", "highest")
+    _: KW_ONLY
+    deviations: float = 8.0
+    warmup: int = WARMUP
 
-    def __init__(
-        self,
-        *,
-        deviations: float = 8.0,
-        warmup: int = WARMUP,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity)
-        self.deviations = deviations
-        self.losses, self.logs = SpikeHistory(warmup), SpikeHistory(warmup)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.losses, self.logs = SpikeHistory(self.warmup), SpikeHistory(self.warmup)
         self.highest = 0.0
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
@@ -82,5 +79,4 @@ class LossSpike(BaseRule):
         ratio = f", {times(loss / usual)} its usual" if usual > 0 else ", usually"
         message = f"loss {loss:.4g}{ratio} {usual:.4g}"
         limit = usual + self.deviations * deviation
-        step = record.step
-        return [Finding(self.name, severity, step, step, None, None, loss, limit, message, ADVICE)]
+        return [self.finding(record, record.step, None, loss, limit, message, ADVICE, severity, None)]

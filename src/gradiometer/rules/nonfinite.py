@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.rules.base import BaseRule
@@ -45,6 +45,7 @@ SKIP: Final = {
 LOCATE: Final = "; gm.locate_nonfinite(step, batch) names the operation"
 
 
+@dataclass(eq=False, repr=False)
 class NonFinite(BaseRule):
     """A NaN or Inf in a loss, gradient, weight, update or activation; names the first of several tensors.
 
@@ -61,18 +62,16 @@ class NonFinite(BaseRule):
 
     name = "nonfinite"
     kept = ("streak", "first")
+    _: KW_ONLY
+    skipped: Severity = Severity.WARNING
+    patience: int = 10
+    severity: Severity = Severity.ERROR
+    streak: int = field(default=0, init=False)
+    first: dict[str, object] | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        *,
-        skipped: Severity = Severity.WARNING,
-        patience: int = 10,
-        severity: Severity = Severity.ERROR,
-    ) -> None:
-        super().__init__(severity)
-        self.skipped, self.patience = Severity(skipped), patience
-        self.streak = 0
-        self.first: dict[str, object] | None = None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.skipped = Severity(self.skipped)
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return one finding if any value of this step is not finite."""

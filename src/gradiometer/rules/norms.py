@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from gradiometer.columns import Flag
-from gradiometer.recorder import label
-from gradiometer.rules.base import MOST, LastingRule, Observation, SpikeRule, TensorRule
+from gradiometer.rules.base import LastingRule, Observation, SpikeRule, TensorRule
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import NormHistory
 
@@ -38,6 +38,7 @@ VANISHES: Final = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class Exploding(TensorRule):
     """A gradient's norm above the threshold of its flag, or far above its own history.
 
@@ -50,26 +51,14 @@ class Exploding(TensorRule):
     Args:
         deviations: limit in robust standard deviations above the usual norm.
         share: minimum share of the total norm.
-        norms: the history, which several rules may share.
-        most: maximum number of tensors named in a step.
-        severity: the severity of a finding.
     """
 
     name = "exploding"
     kept = (*TensorRule.kept, "norms")
-
-    def __init__(
-        self,
-        *,
-        deviations: float = 12.0,
-        share: float = 0.01,
-        norms: NormHistory | None = None,
-        most: int = MOST,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity, most)
-        self.deviations, self.share = deviations, share
-        self.norms = norms or NormHistory()
+    _: KW_ONLY
+    deviations: float = 12.0
+    share: float = 0.01
+    norms: NormHistory = field(default_factory=NormHistory)
 
     def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's norms with the threshold and the history."""
@@ -104,6 +93,7 @@ class Exploding(TensorRule):
         return self.findings(record, "grads", flagged | own, norm + major * norm.amax(), describe)
 
 
+@dataclass(eq=False, repr=False)
 class Vanishing(LastingRule):
     """A gradient's norm below the threshold of its flag, or far below its own history, for a while.
 
@@ -117,30 +107,16 @@ class Vanishing(LastingRule):
 
     Args:
         deviations: limit in robust standard deviations below the usual norm.
-        patience: number of recorded steps in a row.
         min_dims: minimum number of dimensions of the tensors.
-        norms: the history, which several rules may share.
-        most: maximum number of tensors named in a step.
         severity: the severity of a finding about a tensor.
     """
 
     name = "vanishing"
     kept = (*LastingRule.kept, "norms", "all_streak")
-
-    def __init__(
-        self,
-        *,
-        deviations: float = 10.0,
-        patience: int = 10,
-        min_dims: int = 2,
-        norms: NormHistory | None = None,
-        most: int = MOST,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity, most, patience, min_dims)
-        self.deviations = deviations
-        self.norms = norms or NormHistory()
-        self.all_streak = 0
+    _: KW_ONLY
+    deviations: float = 10.0
+    min_dims: int = 2
+    norms: NormHistory = field(default_factory=NormHistory)
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
@@ -193,10 +169,10 @@ class Vanishing(LastingRule):
         advice = "if the loss is still high, check whether it is scaled by a number close to 0, and in fp16 "
         advice += "the loss scale"
         severity = min(self.severity, Severity.INFO)
-        step = record.step
-        return [Finding(self.name, severity, step, step, "grads", None, total, threshold, message, advice)]
+        return [self.finding(record, record.step, None, total, threshold, message, advice, severity)]
 
 
+@dataclass(eq=False, repr=False)
 class NormSpike(SpikeRule):
     """A total gradient norm far above its recent past.
 
@@ -206,7 +182,6 @@ class NormSpike(SpikeRule):
     Args:
         deviations: limit for the logarithm of the norm, in deviations above its usual value, see
             `SpikeHistory`.
-        severity: the severity of a finding.
     """
 
     name = "norm_spike"
@@ -215,13 +190,8 @@ class NormSpike(SpikeRule):
         """Compare this step's total norm with the history."""
         if not record.has("grads") or record.total("n_nonfinite"):
             return []
-        squares = record.value("sumsq")
-        spike = self.spike(squares)
+        spike = self.spike(record, "grads", "total gradient norm", record.value("sumsq"))
         if spike is None:
             return []
-        total, usual, limit, place = spike
-        message = f"total gradient norm {total:.3g}, {times(total / usual)} its usual {usual:.3g}; "
-        message += f"{float(squares[place]) / total**2:.0%} of its square comes from "
-        message += label("grads", record.names()[place])
-        step = record.step
-        return [Finding(self.name, self.severity, step, step, "grads", None, total, limit, message, LOWER_LR)]
+        total, _, limit, text = spike
+        return [self.finding(record, record.step, None, total, limit, text, LOWER_LR)]

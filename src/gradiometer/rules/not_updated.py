@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -51,6 +52,7 @@ SMALL: Final = 1e-6
 SHORT: Final = ("bfloat16", "float16", "float8", "float4")
 
 
+@dataclass(eq=False, repr=False)
 class NotUpdated(ChangeRule):
     """Weights that stay exactly the same although their gradients are not 0.
 
@@ -65,29 +67,19 @@ class NotUpdated(ChangeRule):
     before the cause changes count for its finding alone. With ``updates=True``, `Stuck` reports tensors of 16
     bits or less, which may stay the same because of rounding, but for those whose learning rate is 0, and
     those with master weights, if none of them changes and nothing is seen to write them.
-
-    Args:
-        patience: number of recorded steps in a row.
-        severity: the severity of a finding.
     """
 
     name = "not_updated"
     kept = (*ChangeRule.kept, "streak", "since", "cause", "has_learned")
-
-    def __init__(self, *, patience: int = 10, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(severity)
-        self.patience = patience
-        self.streak = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
-        self.cause = torch.zeros(0, dtype=torch.int64, device="cpu")
-        # whether the learning rate of its group was above 0
-        self.has_learned = torch.zeros(0, dtype=torch.bool, device="cpu")
-        self._counts = self._short = torch.zeros(0, dtype=torch.bool, device="cpu")
+    _: KW_ONLY
+    patience: int = 10
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
         super().restart(size)
         self.streak, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
         self.cause = torch.zeros(size, dtype=torch.int64, device="cpu")
+        # whether the learning rate of its group was above 0
         self.has_learned = torch.zeros(size, dtype=torch.bool, device="cpu")
 
     def prepare(self, rows: Rows) -> None:
@@ -218,7 +210,6 @@ class NotUpdated(ChangeRule):
         if is_all:
             text = f"no weight has changed since step {since}, though gradients are not 0: {cause}"
         first = None if share == 1.0 else names[places[0]]
-        severity = self.severity if severity is None else severity
         return self.finding(record, since, first, share, 0.0, text, advice, severity, "weights")
 
 

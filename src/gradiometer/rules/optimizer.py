@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from gradiometer.recorder import label
 from gradiometer.rules.base import BaseRule, SpikeRule, WholeRule
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import FLOOR, SpikeHistory
@@ -38,6 +37,7 @@ GROWN: Final = 1.5
 LEAST_GROWN: Final = 1.3
 
 
+@dataclass(eq=False, repr=False)
 class Accumulating(WholeRule):
     """Gradients that add up from step to step, because nothing resets them.
 
@@ -49,16 +49,12 @@ class Accumulating(WholeRule):
 
     Args:
         steps: number of first steps to compare.
-        severity: the severity of the finding.
     """
 
     name = "accumulating"
     kept = (*WholeRule.kept, "count", "last_step", "first_norms", "norms", "is_rising", "is_exact")
-
-    def __init__(self, *, steps: int = 6, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(severity)
-        self.steps = steps
-        self.restart(0)
+    _: KW_ONLY
+    steps: int = 6
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
@@ -98,9 +94,10 @@ class Accumulating(WholeRule):
         first = record.step - self.count + 1
         text = f"gradients add up since step {first}, to {times(growth)} the first in {self.count} steps: "
         text += "zero_grad() is not called, or not for these parameters"
-        return [self.finding(record, first, None, growth, 1.0, text, RESET, self.severity)]
+        return [self.finding(record, first, None, growth, 1.0, text, RESET)]
 
 
+@dataclass(eq=False, repr=False)
 class LearningRate(BaseRule):
     """A learning rate that jumps, that falls to 0 for good, or that is not a number of 0 or more.
 
@@ -113,22 +110,17 @@ class LearningRate(BaseRule):
         factor: the limit of a jump.
         patience: number of steps with a learning rate of 0, and for which a jump is reported.
         warmup: number of steps with a learning rate above 0 before a jump counts.
-        severity: the severity of a finding.
     """
 
     name = "learning_rate"
     kept = ("state",)
+    _: KW_ONLY
+    factor: float = 15.0
+    patience: int = 10
+    warmup: int = 5
 
-    def __init__(
-        self,
-        *,
-        factor: float = 15.0,
-        patience: int = 10,
-        warmup: int = 5,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity)
-        self.factor, self.patience, self.warmup = factor, patience, warmup
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # of each scalar: the number of steps, the highest rate, that before a jump, the first step of a jump
         # or of a rate of 0, the number of steps since then, and the last rate above 0
         self.state: dict[str, dict[str, float]] = {}
@@ -211,9 +203,8 @@ class LearningRate(BaseRule):
         text: str,
         severity: Severity | None = None,
     ) -> Finding:
-        severity = self.severity if severity is None else severity
         tensor = None if name == "lr" else name
-        return Finding(self.name, severity, since, record.step, None, tensor, rate, limit, text, SCHEDULE)
+        return self.finding(record, since, tensor, rate, limit, text, SCHEDULE, severity, None)
 
 
 _START: Final = {
@@ -221,6 +212,7 @@ _START: Final = {
 }  # fmt: skip
 
 
+@dataclass(eq=False, repr=False)
 class UpdateSpike(SpikeRule):
     """A total norm of the updates far above its recent past; needs a Monitor with ``updates=True``.
 
@@ -231,15 +223,11 @@ class UpdateSpike(SpikeRule):
     Args:
         deviations: limit for the logarithm of the norm, in deviations above its usual value, see
             `SpikeHistory`.
-        severity: the severity of a finding.
     """
 
     name = "update_spike"
     kept = (*SpikeRule.kept, "gradients")
-
-    def __init__(self, *, deviations: float = 8.0, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(deviations=deviations, severity=severity)
-        self.gradients = SpikeHistory()
+    gradients: SpikeHistory = field(default_factory=SpikeHistory, init=False)
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's updates with the history."""
@@ -253,17 +241,13 @@ class UpdateSpike(SpikeRule):
         if rate == 0.0 and known is not None:
             # that of the first group
             rate = known.highest_rate or rate
-        spike = self.spike(squares, rate)
+        spike = self.spike(record, "updates", "the update's norm is", squares, rate)
         if spike is None:
             return []
-        norm, usual, limit, place = spike
+        norm, usual, limit, text = spike
         has_risen = total > 0.0 and math.log(total) - before > 0.5 * math.log(norm / usual)
         severity = min(self.severity, Severity.INFO) if has_risen else self.severity
-        text = f"the update's norm is {norm:.3g}, {times(norm / usual)} its usual {usual:.3g}; "
-        text += f"{float(squares[place]) / norm**2:.0%} of its square comes from "
-        text += label("updates", record.names("updates")[place])
-        step = record.step
-        return [Finding(self.name, severity, step, step, "updates", None, norm, limit, text, STATE)]
+        return [self.finding(record, record.step, None, norm, limit, text, STATE, severity, "updates")]
 
 
 def _any_learn(record: StepRecord) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
-from gradiometer.rules.base import MOST, Observation, TensorRule
+from gradiometer.rules.base import Observation, TensorRule
 from gradiometer.rules.finding import Severity
 from gradiometer.rules.known import optimizers_of
 
@@ -29,6 +30,7 @@ ADVICE: Final = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class ChangedOutside(TensorRule):
     """A weight that something other than ``optimizer.step()`` has changed, between two steps.
 
@@ -41,32 +43,16 @@ class ChangedOutside(TensorRule):
     A finding has ``severity`` if this happens to the tensor in at most a tenth of its steps. Otherwise it has
     info, since it is a part of the training loop, such as weights that are clipped. Weights that no known
     optimizer holds, such as a target network, are left out.
-
-    Args:
-        most: maximum number of tensors named in a step.
-        severity: the severity of a finding.
     """
 
     name = "changed_outside"
     kinds: ClassVar[tuple[str, ...]] = ("updates",)
     kept = (*TensorRule.kept, "after", "after_step", "times", "compared", "since")
 
-    def __init__(self, *, most: int = MOST, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(severity, most)
-        self.after_step: int | None = None
-        self.restart(0)
-
-    def check_value(self, key: str, value: Any) -> None:
-        """Raise an error unless the value can replace the attribute ``key``."""
-        if key == "after_step":
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-                msg = f"expected a step or None, got {value!r:.40}"
-                raise ValueError(msg)
-            return
-        super().check_value(key, value)
-
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
+        super().restart(size)
+        self.after_step: int | None = None
         # the squared norms after the last recorded update; NaN where they are not known
         self.after = torch.full((size,), torch.nan, dtype=torch.float64, device="cpu")
         self.times, self.compared, self.since = torch.zeros(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
 from gradiometer.columns import TENSORS
 from gradiometer.columns.roots import sqrt
 from gradiometer.inputs import Named, named_parameters
-from gradiometer.rules.base import CHANGES, MOST, Observation, TensorRule, mask
+from gradiometer.rules.base import CHANGES, Observation, TensorRule, mask
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.history import History
 from gradiometer.rules.known import by_optimizers
@@ -46,6 +47,7 @@ TOO_SLOW: Final = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class UpdateRatio(TensorRule):
     """A ratio of an update's norm to its weight's norm outside a band, on average over some steps.
 
@@ -63,46 +65,27 @@ class UpdateRatio(TensorRule):
 
     Args:
         low, high: the band.
-        most: maximum number of tensors named in a step.
         severity: the severity of an update above the band.
     """
 
     name = "update_ratio"
     kinds: ClassVar[tuple[str, ...]] = CHANGES
     kept = (*TensorRule.kept, "seen", "ratios", "lowest", "before", "before_step", "streak", "since")
+    low: float = 1e-5
+    high: float = 0.1
 
-    def __init__(
-        self,
-        low: float = 1e-5,
-        high: float = 0.1,
-        *,
-        most: int = MOST,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity, most)
-        _check_band(type(self).__name__, low, high)
-        self.low, self.high = low, high
-        self.ratios = History(LEAST, WINDOW)
-        self.seen = self.before = self.lowest = torch.zeros(0, dtype=torch.float64, device="cpu")
-        self.before_step: int | None = None
-        self.streak = self.since = 0
-        self.wide = torch.zeros(0, dtype=torch.bool, device="cpu")
-
-    def check_value(self, key: str, value: Any) -> None:
-        """Raise an error unless the value can replace the attribute ``key``."""
-        if key == "before_step":
-            if value is not None and not isinstance(value, int):
-                msg = f"expected a step or None, got {value!r:.40}"
-                raise ValueError(msg)
-            return
-        super().check_value(key, value)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_band(type(self).__name__, self.low, self.high)
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
+        super().restart(size)
+        self.ratios = History(LEAST, WINDOW)
         self.ratios.restart(size)
         self.seen, self.before = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
         self.lowest = torch.full_like(self.seen, math.inf)
-        self.before_step = None
+        self.before_step: int | None = None
         self.streak = self.since = 0
 
     def prepare(self, rows: Rows) -> None:
@@ -165,9 +148,8 @@ class UpdateRatio(TensorRule):
             return []
         text = f"all updates together have {ratio:.2g} times the norm of all weights: "
         text += "the learning rate is too large, or the weights are too small for it"
-        step = record.step
         return [
-            Finding(self.name, self.severity, self.since, step, "updates", None, ratio, WHOLE, text, TOO_FAST)
+            self.finding(record, self.since, None, ratio, WHOLE, text, TOO_FAST, self.severity, "updates")
         ]
 
     def _change(self, norm: Tensor, step: int) -> Tensor:
@@ -215,7 +197,7 @@ class GroupRatio(TensorRule):
         model: Parameters | None = None,
         severity: Severity = Severity.WARNING,
     ) -> None:
-        super().__init__(severity)
+        super().__init__(severity=severity)
         _check_band(type(self).__name__, low, high)
         for name in (numerator, denominator):
             if name not in groups:
@@ -223,13 +205,12 @@ class GroupRatio(TensorRule):
                 raise ValueError(msg)
         self.groups = {name: groups[name] for name in (numerator, denominator)}
         self.low, self.high, self.patience = low, high, patience
-        self.streak = self.since = 0
         self._model = None if model is None else Named(*named_parameters(model, "GroupRatio"))
         self._members: dict[str, list[int]] = {}
 
     def restart(self, size: int) -> None:
         """Start a new history."""
-        del size
+        super().restart(size)
         self.streak = self.since = 0
 
     def prepare(self, rows: Rows) -> None:
@@ -263,12 +244,7 @@ class GroupRatio(TensorRule):
         message = f"rms gradient of {above!r} is {ratio:.3g} times that of {below!r}, {side} {limit:g}"
         # a group is not a tensor, but two such rules need separate findings
         tensor = record.names()[self._members[above][0]]
-        step = record.step
-        return [
-            Finding(
-                self.name, self.severity, self.since, step, "grads", tensor, ratio, limit, message, ADJUST
-            )
-        ]
+        return [self.finding(record, self.since, tensor, ratio, limit, message, ADJUST)]
 
 
 def _check_band(rule: str, low: float, high: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -21,23 +22,22 @@ ADVICE: Final = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class ReplicaDivergence(BaseRule):
     """Copies of a weight whose bits differ between ranks, as after silent data corruption.
 
     It needs the fingerprints of weights of a job with several ranks: ``Monitor(weights=True,
     fingerprint=True)``.
-
-    Args:
-        most: maximum number of tensors named in a step.
-        severity: the severity of a finding.
     """
 
     name = "replica_divergence"
     kept = ("names", "since")
+    _: KW_ONLY
+    most: int = MOST
+    severity: Severity = Severity.ERROR
 
-    def __init__(self, *, most: int = MOST, severity: Severity = Severity.ERROR) -> None:
-        super().__init__(severity)
-        self.most = most
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # parameters that differ, and the step in which that was first seen
         self.names: list[str] = []
         self.since = torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -60,6 +60,7 @@ class ReplicaDivergence(BaseRule):
             since = steps[name]
             message = f"{name}: {record.diverged[name]} since step {since}"
             message += "" if findings else others
-            found = since, record.step, "weights", name, count, 0.0, message, ADVICE
-            findings.append(Finding(self.name, self.severity, *found))
+            findings.append(
+                self.finding(record, since, name, count, 0.0, message, ADVICE, self.severity, "weights")
+            )
         return findings

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
-from gradiometer.rules.base import MOST, LastingRule, Observation, mask
+from gradiometer.rules.base import LastingRule, Observation, mask
 from gradiometer.rules.finding import Severity
 from gradiometer.rules.known import optimizers_of
 from gradiometer.rules.not_updated import SHORT, SMALL, add_advice, small_updates_advice
@@ -28,6 +29,7 @@ NEARLY_ALL: Final = 0.9
 ENDING: Final = 0.1
 
 
+@dataclass(eq=False, repr=False)
 class Stuck(LastingRule):
     """A tensor most of whose elements stay the same although their gradients are not 0.
 
@@ -49,30 +51,18 @@ class Stuck(LastingRule):
 
     Args:
         fraction: limit of the share of stuck elements.
-        patience: number of recorded steps in a row.
-        most: maximum number of tensors named in a step.
-        severity: the severity of a finding.
     """
 
     name = "stuck"
     kinds: ClassVar[tuple[str, ...]] = ("updates",)
     kept = (*LastingRule.kept, "rate", "highest")
+    fraction: float = 0.5
 
-    def __init__(
-        self,
-        fraction: float = 0.5,
-        *,
-        patience: int = 10,
-        most: int = MOST,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity, most, patience, 0)
-        if not 0.0 <= fraction < 1.0:
-            msg = f"Stuck(fraction={fraction!r}): fraction must be at least 0 and below 1"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.fraction < 1.0:
+            msg = f"Stuck(fraction={self.fraction!r}): fraction must be at least 0 and below 1"
             raise ValueError(msg)
-        self.fraction = fraction
-        self.rate = self.highest = 0.0
-        self._is_short = torch.zeros(0, dtype=torch.bool, device="cpu")
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
@@ -103,7 +93,7 @@ class Stuck(LastingRule):
         known &= self.wide & norm.isfinite() & (norm > SMALL * record.total("finite_norm"))
         moves = record.value("abs_max", "updates") > 0
         found = self.lasting(known & (share > self.fraction) & (moves | self._is_short), known, record.step)
-        if found is None or not found.any():
+        if found is None:
             return []
         severe = self._is_short & (share > NEARLY_ALL)
         if self.rate < ENDING * self.highest:

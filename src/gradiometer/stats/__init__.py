@@ -39,7 +39,7 @@ from gradiometer.stats.report import ModuleReports, Report
 from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.table_report import TableReport, report_of
 from gradiometer.stats.taps import Taps, tap
-from gradiometer.stats.tensor_report import TensorReport, row_to_dict
+from gradiometer.stats.tensor_report import TensorReport
 from gradiometer.stats.tensor_stats import TensorStats
 from gradiometer.stats.text_table import aligned, amount, percent, with_short_names
 
@@ -109,7 +109,6 @@ __all__ = [
     "precision_report",
     "repeating",
     "report_of",
-    "row_to_dict",
     "settled",
     "stats_of",
     "tap",

@@ -12,7 +12,7 @@ from gradiometer.stats.running_taps import taps_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradiometer.stats.taps import Taps
+    from gradiometer.stats.running_taps import Taps
 
 # what follows the name of a call in the names of its rows
 MAX_LOGIT: Final = ".max_logit"

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from gradiometer import ops
 from gradiometer.columns import PAIRS
-from gradiometer.columns.rows import take
 from gradiometer.inputs import (
     Named,
     check_names,
@@ -17,7 +16,7 @@ from gradiometer.inputs import (
     named_parameters,
     named_tensors,
 )
-from gradiometer.stats.measure import over_ranks, plain, settled
+from gradiometer.stats.measure import over_ranks, plain, rows_by_device, settled
 from gradiometer.stats.pair_stats import PairStats
 from gradiometer.stats.snapshot import Snapshot
 
@@ -152,17 +151,12 @@ def _measure(a: Named, b: Named, g: list[Tensor | None] | None, what: str) -> Pa
             raise ValueError(msg + "same shape on the same device, both real or both complex")
     if not names:
         return PairStats(names, torch.empty((0, PAIRS.width), dtype=torch.float64, device="cpu"))
-    # the first device that is not the CPU: copying to the CPU would wait for it
-    devices = sorted(dict.fromkeys([x.device for x in left]), key=lambda device: device.type == "cpu")
-    found: list[Tensor] = []
-    order: list[int] = []
-    for device in devices:
-        rows = [i for i, x in enumerate(left) if x.device == device]
+
+    def measured(rows: list[int]) -> Tensor:
         own = [None if tensors is None else [tensors[i] for i in rows] for tensors in (left, right, grads)]
-        found.append(ops.measure_pairs(*own).to(devices[0], non_blocking=True))  # type: ignore[arg-type]
-        order += rows
-    columns = torch.cat(found) if len(found) > 1 else found[0]
-    return PairStats(names, take(columns, sorted(range(len(order)), key=order.__getitem__)))
+        return ops.measure_pairs(*own)  # type: ignore[arg-type]
+
+    return PairStats(names, rows_by_device(left, measured))
 
 
 def _described(x: Tensor) -> str:

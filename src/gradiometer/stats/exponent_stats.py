@@ -18,11 +18,10 @@ from gradiometer.columns import (
     power_of_two,
     quantile,
 )
-from gradiometer.columns.rows import take
 from gradiometer.inputs import check_names, local_shards, named_tensors
-from gradiometer.stats.device_values import DeviceValue
+from gradiometer.stats.device_values import ExponentValues
 from gradiometer.stats.host_copy import fetch, outside_of_a_graph
-from gradiometer.stats.measure import over_ranks, plain
+from gradiometer.stats.measure import over_ranks, plain, rows_by_device
 from gradiometer.stats.named_stats import NamedStats
 from gradiometer.stats.precision_report import PrecisionReport
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class ExponentStats(NamedStats[PrecisionReport]):
+class ExponentStats(ExponentValues, NamedStats[PrecisionReport]):
     """Histograms of the magnitudes of T named tensors, on their device. Only a report waits for the device.
 
     They tell, without another read, how many elements a cast to a narrower format would lose, for every
@@ -50,6 +49,10 @@ class ExponentStats(NamedStats[PrecisionReport]):
         columns: ``(T, C) int64``: elements by magnitude, in ascending bins; they merge by sum.
         sharding, origin, local: as in `TensorStats`; after `reduce`, ``local`` are those of this rank.
 
+    ``numel``, ``n_zero``, ``n_nan``, ``n_inf``, ``n_nonfinite``, ``min_exponent`` and ``max_exponent`` are
+    properties, ``(T,) int64``; the exponents are ``floor(log2 |x|)`` of the smallest nonzero and the largest
+    finite element, 0 if there is none.
+
     >>> import torch, gradiometer as gm
     >>> stats = gm.collect_exponents({"w": torch.tensor([1e-9, 1e-3, 1.0, 3e5])})
     >>> stats.n_flushed("float16"), stats.n_overflowed("float16")
@@ -58,27 +61,6 @@ class ExponentStats(NamedStats[PrecisionReport]):
 
     schema = EXPONENTS
     _noun = "tensor"
-
-    numel = DeviceValue()
-    """Elements, ``(T,) int64``."""
-
-    n_zero = DeviceValue()
-    """Elements equal to 0, including -0, ``(T,) int64``."""
-
-    n_inf = DeviceValue()
-    """Infinite elements, ``(T,) int64``."""
-
-    n_nan = DeviceValue()
-    """NaN elements, ``(T,) int64``."""
-
-    n_nonfinite = DeviceValue()
-    """NaN and infinite elements, ``(T,) int64``."""
-
-    min_exponent = DeviceValue()
-    """floor(log2 |x|) of the smallest nonzero finite element, ``(T,) int64``; 0 if there is none."""
-
-    max_exponent = DeviceValue()
-    """floor(log2 |x|) of the largest finite element, ``(T,) int64``; 0 if there is none."""
 
     @property
     def binades(self) -> Tensor:
@@ -195,16 +177,5 @@ def exponents_of(named: Named, caller: str) -> ExponentStats:
     names, tensors = named.names, plain(named, caller)
     if not tensors:
         return ExponentStats(names, torch.empty((0, EXPONENTS.width), dtype=torch.int64, device="cpu"))
-    # the first device that is not the CPU: copying to the CPU would wait for it
-    devices = sorted(dict.fromkeys([x.device for x in tensors]), key=lambda device: device.type == "cpu")
-    if len(devices) == 1:
-        return ExponentStats(names, ops.measure_exponents(tensors))
-    found: list[Tensor] = []
-    order: list[int] = []
-    for device in devices:
-        here = [i for i, x in enumerate(tensors) if x.device == device]
-        own = ops.measure_exponents([tensors[i] for i in here])
-        found.append(own.to(devices[0], non_blocking=True))
-        order += here
-    columns = torch.cat(found) if len(found) > 1 else found[0]
-    return ExponentStats(names, take(columns, sorted(range(len(order)), key=order.__getitem__)))
+    measured = rows_by_device(tensors, lambda rows: ops.measure_exponents([tensors[i] for i in rows]))
+    return ExponentStats(names, measured)

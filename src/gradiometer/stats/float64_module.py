@@ -67,13 +67,7 @@ def first_unfit(
 ) -> str:
     """Return a text about the first value that is not from ``least`` to ``most``; empty without one.
 
-    Args:
-        values: in float64 on the CPU.
-        least: the least allowed value.
-        most: the largest one.
-        what: such as ``"the average norm"``.
-        names: of the tensors that the values belong to, if each has one.
-        or_nan: whether NaN is allowed, too.
+    ``values`` are in float64 on the CPU; ``names`` are those of the tensors that they belong to, if any.
     """
     fits = (values >= least) & (values <= most)
     if or_nan:

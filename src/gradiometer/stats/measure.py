@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_FINGERPRINT_COLUMNS, TENSORS, Thresholds
-from gradiometer.columns.rows import number
+from gradiometer.columns.rows import number, take
 from gradiometer.distributed import UNKNOWN, given_ranks, implicit_ranks_for, is_active, settle, sharding_here
 from gradiometer.inputs import (
     Named,
@@ -33,7 +33,7 @@ from gradiometer.stats.named_stats import NamedStats
 from gradiometer.stats.tensor_stats import TensorStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from gradiometer.columns import Schema
     from gradiometer.distributed import Ranks
@@ -276,6 +276,20 @@ def _measure_tensors(
         torch.cat(x) for x in zip(*[next(found[where]) for where, _ in runs], strict=True)
     ]
     return columns, flags, bits[0] if bits else None
+
+
+def rows_by_device(tensors: Sequence[Tensor], measured: Callable[[list[int]], Tensor]) -> Tensor:
+    """Return a row per tensor; ``measured`` returns those of the tensors at some indices, on one device."""
+    # the first device that is not the CPU: copying to the CPU would wait for it
+    devices = sorted(dict.fromkeys([x.device for x in tensors]), key=lambda device: device.type == "cpu")
+    places = [[i for i, x in enumerate(tensors) if x.device == device] for device in devices]
+    found = [measured(own).to(devices[0], non_blocking=True) for own in places]
+    order = [i for own in places for i in own]
+    return (
+        found[0]
+        if len(found) == 1
+        else take(torch.cat(found), sorted(range(len(order)), key=order.__getitem__))
+    )
 
 
 def _check_scale(inv_scale: Tensor | float | None, caller: str) -> None:

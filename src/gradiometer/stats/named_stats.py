@@ -95,9 +95,7 @@ class NamedStats(Generic[R]):
             _CLASSES[cls.schema] = cls
         for name in cls.schema.attributes:
             if not hasattr(cls, name):
-                value = DeviceValue()
-                value.__set_name__(cls, name)
-                setattr(cls, name, value)
+                setattr(cls, name, DeviceValue(cls.schema, name))
 
     def __repr__(self) -> str:
         """Return a one-line summary. Never waits for the device."""

@@ -30,11 +30,7 @@ class Norms(NamedTuple):
 
 
 def order_of(norm_type: float | str, what: str) -> float:
-    """Return the order of a norm.
-
-    Raises:
-        ValueError: for NaN, or if it is not a number.
-    """
+    """Return the order of a norm; a ValueError for NaN, or if it is not a number."""
     try:
         order = float(norm_type)
     except (TypeError, ValueError):
@@ -74,11 +70,7 @@ def norms_of(
 ) -> Norms:
     """Return both norms of all tensors together: torch's norm of the tensors' norms.
 
-    Args:
-        columns: ``(T, C) float64``, merged over the ranks.
-        order: of the norm; with order 0 the norm is the number of tensors that are not all zero.
-        finite: the result of `finite_norm` on this rank.
-        ranks: over which ``columns`` were merged; None for a single rank.
+    ``columns``: ``(T, C) float64``, merged over the ranks; ``finite``: the result of `finite_norm` here.
     """
     if order == 0.0:
         filled = TENSORS.value(columns, "numel") - TENSORS.value(columns, "n_zero")

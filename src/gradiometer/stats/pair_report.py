@@ -48,9 +48,7 @@ class PairReport(TableReport[PairRow]):
     Attributes:
         names: the pairs' names.
         total: a `PairRow` of all pairs together, named ``"total"``.
-        is_reduced: whether these are statistics of all ranks.
-        is_local: whether tensors are sharded over ranks, and these are statistics of this rank's shards only.
-        ranks: for statistics of all ranks: name -> the first rank with a NaN or Inf in its part of the pair.
+        is_reduced, is_local, ranks: as for `Report`.
 
     >>> import torch, gradiometer as gm
     >>> report = gm.compare({"w": torch.tensor([3.0, 4.5])}, {"w": torch.tensor([3.0, 4.0])}).materialize()

@@ -164,7 +164,16 @@ class PrecisionReport(TableReport[PrecisionRow]):
         return ["elements", "zero %", "log2 |x|", *[form.short for form in self._formats]]
 
     def _cells(self, row: PrecisionRow) -> list[str]:
-        return _cells(row)
+        exponents = "-" if row.min_exponent is None else f"{row.min_exponent} … {row.max_exponent}"
+        for count, kind in ((row.n_nan, "NaN"), (row.n_inf, "Inf")):
+            if count:
+                exponents += f", {text_table.count(count)} {kind}"
+        return [
+            text_table.count(row.numel),
+            text_table.percent(row.n_zero / max(1, row.numel)),
+            exponents,
+            *[_fit(fit, row.numel) if _has_finite(row) else "-" for fit in row.formats.values()],
+        ]
 
     def _headline(self) -> str:
         headline = super()._headline()
@@ -208,19 +217,6 @@ def _worst(row: PrecisionRow) -> tuple[float, float]:
     scaled = [fit.n_flushed_scaled + fit.n_overflowed_scaled for fit in row.formats.values()]
     plain = [fit.n_flushed + fit.n_overflowed for fit in row.formats.values()]
     return max(scaled, default=0) / of, max(plain, default=0) / of
-
-
-def _cells(row: PrecisionRow) -> list[str]:
-    exponents = "-" if row.min_exponent is None else f"{row.min_exponent} … {row.max_exponent}"
-    for count, kind in ((row.n_nan, "NaN"), (row.n_inf, "Inf")):
-        if count:
-            exponents += f", {text_table.count(count)} {kind}"
-    return [
-        text_table.count(row.numel),
-        text_table.percent(row.n_zero / max(1, row.numel)),
-        exponents,
-        *[_fit(fit, row.numel) if _has_finite(row) else "-" for fit in row.formats.values()],
-    ]
 
 
 def _has_finite(row: PrecisionRow) -> bool:

@@ -46,12 +46,7 @@ def is_repeating(parameters: Iterable[Tensor] = ()) -> bool:
 
 @contextmanager
 def repeating(parameters: Iterable[Tensor], state: Iterable[object] = ()) -> Iterator[None]:
-    """Enclose repeats of a step that uses these parameters.
-
-    Args:
-        parameters: those of the step's models.
-        state: objects whose buffers are not restored, since the caller does that.
-    """
+    """Enclose repeats of a step that uses these parameters; the caller restores the objects in ``state``."""
     own, left_out = {id(p) for p in parameters}, {id(x) for x in state}
     kept = []
     for owner in list(_owners):

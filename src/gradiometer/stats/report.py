@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.columns import TENSORS, Flag
 from gradiometer.stats import grouping, text_table
-from gradiometer.stats.host_values import HostValues
-from gradiometer.stats.table_report import frame
+from gradiometer.stats.health_values import HealthValues
+from gradiometer.stats.table_report import TableReport, frame
 from gradiometer.stats.tensor_report import TensorReport
 from gradiometer.stats.text_table import Table
 from gradiometer.terminal import printable
@@ -56,7 +56,7 @@ _SUMMARY: Final = (
 )
 
 
-class Report(HostValues):
+class Report(HealthValues[float, bool], TableReport[TensorReport]):
     """Statistics of named tensors at one moment, on the host: a mapping from names to `TensorReport`.
 
     ``report["layer.0.weight"]`` is one tensor's row; ``report.rows()`` are all of them, in the order of the
@@ -87,6 +87,7 @@ class Report(HostValues):
     _noun = "tensor"
     _nothing = _WHEN
     _local = _LOCAL
+    _flags: Tensor
 
     def __init__(
         self,
@@ -106,6 +107,60 @@ class Report(HostValues):
 
     def _flags_of(self, columns: Tensor) -> Tensor:
         return TENSORS.flags_of(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+
+    @property
+    def nan(self) -> list[str]:
+        """Names of tensors that hold a NaN."""
+        return self.flagged(Flag.NAN)
+
+    @property
+    def inf(self) -> list[str]:
+        """Names of tensors that hold +Inf or -Inf."""
+        return self.flagged(Flag.INF)
+
+    @property
+    def vanishing(self) -> list[str]:
+        """Names of tensors with a finite norm below the threshold."""
+        return self.flagged(Flag.VANISHING)
+
+    @property
+    def exploding(self) -> list[str]:
+        """Names of tensors whose norm is above the threshold or, without ``skip_nonfinite``, not finite."""
+        return self.flagged(Flag.EXPLODING)
+
+    @property
+    def dead(self) -> list[str]:
+        """Names of tensors with at least the threshold's share of zeros (all of them, by default)."""
+        return self.flagged(Flag.DEAD)
+
+    @property
+    def found_inf(self) -> bool:
+        """Whether any element of any tensor is NaN or infinite."""
+        # a replica that is not counted may have a NaN or Inf, too
+        return TENSORS.value(self._merged, "n_nonfinite").item() > 0 or bool(self.ranks)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether this step is skipped: ``skip_nonfinite`` is set, and an element is not finite."""
+        return self.skip_nonfinite and self.found_inf
+
+    @property
+    def zero_fraction(self) -> float:
+        """Share of all elements equal to 0."""
+        return TENSORS.value(self._merged, "zero_fraction").item()
+
+    @property
+    def n_nan(self) -> int:
+        """NaN elements of all tensors."""
+        return self.total.n_nan
+
+    @property
+    def n_inf(self) -> int:
+        """Infinite elements of all tensors."""
+        return self.total.n_inf
+
+    def _computed(self, function: Callable[..., Tensor], *options: Any) -> Any:
+        return function(self._columns, self._flags, *options).item()
 
     def by_module(self, depth: int | None = None) -> ModuleReports:
         """Merge tensors by module: module name -> `Report` of the tensors below it.
@@ -224,7 +279,10 @@ class ModuleReports(Mapping[str, Report]):
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return module -> plain Python values. Norms may be NaN or inf."""
-        return {module: _module_row(report) for module, report in self.items()}
+        return {
+            module: {field: get(report) for field, get in _MODULE_FIELDS.items()}
+            for module, report in self.items()
+        }
 
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas DataFrame, a row per module, indexed by module.
@@ -280,10 +338,6 @@ _MODULE_FIELDS: Final[dict[str, Callable[[Report], Any]]] = {
     "dead_fraction": lambda report: len(report.dead) / len(report),
     "health": attrgetter("health"),
 }
-
-
-def _module_row(report: Report) -> dict[str, Any]:
-    return {field: get(report) for field, get in _MODULE_FIELDS.items()}
 
 
 def _module_cells(module: str, report: Report) -> tuple[str, ...]:

@@ -16,14 +16,33 @@ import threading
 import weakref
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from gradiometer.stats.taps import Taps
+    from torch import Tensor, nn
+
+
+class Taps(Protocol):
+    """What a call of `gradiometer.tap` needs of a `gradiometer.Taps`."""
+
+    rows: dict[str, int]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is tapped."""
+
+    def is_due(self) -> bool:
+        """Return whether a value may be measured now."""
+
+    def check(self, x: object, what: str) -> None:
+        """Raise a TypeError that begins with ``what``, unless the value can be measured."""
+
+    def measure(self, x: Tensor, row: int, channel_dim: int) -> Tensor:
+        """Return ``x``, measured in a row."""
 
 
 class _Mark:

@@ -21,10 +21,6 @@ _Context = tuple[tuple[str, ...], tuple[Any, ...], tuple[tuple[str, Any], ...], 
 _CHILDREN: Final = ("columns", "flags", "origin", "local", "fingerprints", "diverged")
 
 
-def _to_json(context: _Context) -> list[Any]:
-    return list(context)
-
-
 def _from_json(dumped: list[Any]) -> _Context:
     names, sharding, values, children = dumped
     plain = Sharding.from_plain(sharding).to_plain() if sharding else ()
@@ -76,7 +72,7 @@ def register(kind: type) -> None:
         _flatten,
         unflatten,
         serialized_type_name=f"gradiometer.{kind.__name__}",
-        to_dumpable_context=_to_json,
+        to_dumpable_context=list,
         from_dumpable_context=_from_json,
         flatten_with_keys_fn=_flatten_with_keys,
     )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from gradiometer.stats.table_report import flag_names
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradiometer.columns import Fingerprint, Flag
@@ -38,12 +36,3 @@ class TensorReport:
     sumsq: float
     flags: Flag
     fingerprint: Fingerprint | None = None
-
-
-def row_to_dict(row: TensorReport) -> dict[str, Any]:
-    """Return a row as plain Python values, with its flags as names, and its fingerprint if it has one."""
-    values = dict(vars(row))
-    del values["name"]
-    values["flags"] = list(flag_names(int(row.flags)))
-    fingerprint = values.pop("fingerprint")
-    return values if fingerprint is None else values | {"fingerprint": str(fingerprint)}

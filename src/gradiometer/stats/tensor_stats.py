@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from gradiometer.columns import (
     DEFAULT_THRESHOLDS,
@@ -15,20 +16,19 @@ from gradiometer.columns import (
     Thresholds,
     merge_fingerprints,
 )
-from gradiometer.stats.device_values import ElementValues, HealthValues
+from gradiometer.stats.device_values import TensorValues
+from gradiometer.stats.health_values import HealthValues, OfAll
 from gradiometer.stats.named_stats import NamedStats
 from gradiometer.stats.report import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
+    from collections.abc import Callable, Mapping
 
     from gradiometer.distributed import Ranks, Sharding
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class TensorStats(ElementValues, HealthValues, NamedStats[Report]):
+class TensorStats(TensorValues, HealthValues[Tensor, Tensor], NamedStats[Report]):
     """Statistics of T named tensors, on their device. Only `materialize` waits for the device.
 
     It is a pytree, so compiled functions can take and return it. It is a snapshot: later changes of the
@@ -52,7 +52,8 @@ class TensorStats(ElementValues, HealthValues, NamedStats[Report]):
         local: after `reduce`: the statistics of this process before it. None before `reduce`, and for
             groups made after it.
 
-    Every raw column and derived value is a property too, ``(T,) float64``:
+    Every raw column and derived value is a property too, ``(T,) float64``; the page "Columns and flags" of
+    the reference lists them:
 
     >>> import torch, gradiometer as gm
     >>> stats = gm.collect({"w": torch.tensor([3.0, -4.0]), "b": torch.tensor([float("nan")])})
@@ -93,11 +94,39 @@ class TensorStats(ElementValues, HealthValues, NamedStats[Report]):
         self._set(flags=flags, thresholds=thresholds, skip_nonfinite=skip_nonfinite)
         self._set(fingerprints=fingerprints, diverged=diverged)
 
+    total_zero_fraction = OfAll[Tensor]()
+    """Share of all elements equal to 0; 0-d float64."""
+
+    total_n_nan = OfAll[Tensor]()
+    """NaN elements of all tensors; 0-d float64."""
+
+    total_n_inf = OfAll[Tensor]()
+    """Infinite elements of all tensors; 0-d float64."""
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1.0 if any element is NaN or infinite, else 0.0; 0-d float32.
+
+        GradScaler and fused optimizers accept it as ``found_inf``.
+        """
+        # true for NaN too: the columns are NaN if the ranks' reductions did not match
+        found = self.total_value("n_nonfinite") != 0
+        if self.origin is not None:
+            # a replica that is not counted may have a NaN or Inf, too
+            found = found | (self.origin >= 0).any()
+        return found.to(torch.float32)
+
     @property
     def skipped(self) -> Tensor:
         """Whether this step is skipped: ``skip_nonfinite`` is set and an element is not finite; 0-d bool."""
         found = self.found_inf > 0
         return found if self.skip_nonfinite else torch.zeros_like(found)
+
+    def _computed(self, function: Callable[..., Tensor], *options: Any) -> Tensor:
+        return function(self.columns, self.flags, *options)
+
+    def _num_measured(self) -> Tensor | None:
+        return None if self.origin is None else (self.origin > -2).sum(dtype=torch.float64)
 
     def reduced_by(self, ranks: Ranks, caller: str, **arguments: Any) -> TensorStats:
         """Do the work of `reduce`; the calling function and its arguments are the same on all ranks."""
