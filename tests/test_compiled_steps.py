@@ -1140,6 +1140,7 @@ CALLS: dict[str, Callable[[gm.TensorStats], Any]] = {
     "packed": lambda stats: stats.packed().tolist(),
     "reduce": lambda stats: stats.reduce().materialize(),
     "reduced_by": lambda stats: stats.reduced_by(gm.Ranks({n: torch.ones(1) for n in stats.names}), "test"),
+    "total_value": lambda stats: stats.total_value("norm").item(),
     "unpacked": lambda stats: stats.unpacked(stats.packed()).to_dict(),
 }
 KINDS = {
@@ -1166,7 +1167,7 @@ def assert_usable(told: Any) -> None:
 
 
 def assert_stats_usable(stats: gm.TensorStats) -> None:
-    assert [each.name for each in dataclasses.fields(stats)] == list(KINDS)
+    assert {each.name for each in dataclasses.fields(stats)} == KINDS.keys()
     for name, kind in KINDS.items():
         assert isinstance(getattr(stats, name), kind), (name, type(getattr(stats, name)))
     assert (stats.is_reduced, stats.is_local, stats.measured) == (False, False, len(stats.names) > 0)
