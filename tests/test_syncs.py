@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradiometer as gm
 from gradiometer.columns import COLUMN_NAMES, NUM_COLUMNS, NUM_PAIR_COLUMNS, PAIRS, TENSORS
 from gradiometer.columns.health import HEALTH
-from gradiometer.stats import pair_stats, tensor_stats
+from gradiometer.stats import named_stats, tensor_stats
 from support.fake_device import (
     DEVICES,
     FakeEvent,
@@ -254,14 +254,16 @@ def test_pairs_of_several_devices_travel_to_the_accelerator_without_a_wait():
 
 def test_a_report_of_pairs_takes_one_copy(monkeypatch):
     matrices = []
-    monkeypatch.setattr(pair_stats, "PairReport", lambda names, matrix, **_: matrices.append(matrix) or names)
+    monkeypatch.setattr(
+        named_stats, "report_of", lambda schema, names, matrix, **_: matrices.append(matrix) or names
+    )
     with device_of("cuda") as d:
         stats = gm.compare(Model(d, 100), Model(d, 100))
         with watch() as seen:
             assert len(stats.materialize()) == 100
         assert len(seen.to_host) == 1
         assert seen.to_device == []
-    assert [(x.device.type, x.shape) for x in matrices] == [("cpu", (100, NUM_PAIR_COLUMNS))]
+    assert [(x.device.type, x.shape) for x in matrices] == [("cpu", (100, PAIRS.width))]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -308,7 +310,7 @@ def test_a_report_takes_one_copy(packed):
         assert len(seen.to_host) == 1
         assert seen.to_device == []
         (matrix,) = packed
-        assert (matrix.device.type, matrix.shape) == ("cpu", (100, NUM_COLUMNS + 1))
+        assert (matrix.device.type, matrix.shape) == ("cpu", (100, TENSORS.width))
 
 
 def test_a_pending_report_takes_one_copy_into_pinned_memory_and_waits_when_it_is_read(packed):

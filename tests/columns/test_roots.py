@@ -190,7 +190,7 @@ def test_a_million_norms_are_roots_of_their_squares():
 
 def test_norms_of_a_report_are_roots_of_their_squares():
     sumsq = values()[::100]
-    found = torch.tensor([row.norm for row in stats_of(sumsq).materialize()], dtype=torch.float64)
+    found = torch.tensor([row.norm for row in stats_of(sumsq).materialize().rows()], dtype=torch.float64)
     assert_same(found, expected()[::100])
 
 
