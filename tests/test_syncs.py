@@ -255,7 +255,7 @@ def test_pairs_of_several_devices_travel_to_the_accelerator_without_a_wait():
 def test_a_report_of_pairs_takes_one_copy(monkeypatch):
     matrices = []
     monkeypatch.setattr(
-        named_stats, "report_of", lambda schema, names, matrix, **_: matrices.append(matrix) or names
+        named_stats, "report_of", lambda _, names, matrix, **__: matrices.append(matrix) or names
     )
     with device_of("cuda") as d:
         stats = gm.compare(Model(d, 100), Model(d, 100))
