@@ -85,7 +85,7 @@ class Agreement:
         return self.plan.where(self.names.index(name), rank)
 
     def to_rows(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
-        """Return this rank's contribution to all rows: ``(len(names), ...) -> (T, ...)``; 0 adds nothing."""
+        """Return this rank's contribution to all rows: ``(len(names), C) -> (T, C)``; 0 adds nothing."""
         columns = self.spread(names, columns)
         if not self._counts_all:
             counted = on_device(self._counted, columns.device)
@@ -94,7 +94,7 @@ class Agreement:
         return columns
 
     def spread(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
-        """Return the columns of all rows, ``(len(names), ...) -> (T, ...)``, whether counted here or not."""
+        """Return the columns of all rows, ``(len(names), C) -> (T, C)``, whether counted here or not."""
         rows = self._rows
         if names != self.local_names:
             unknown = [name for name in names if name not in self._indices]

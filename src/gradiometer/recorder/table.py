@@ -114,8 +114,12 @@ class Table:
     @property
     def measured(self) -> Tensor:
         """Which rows were measured, ``(N,) bool``."""
-        found: Tensor = self._cached("measured", lambda: self.value("numel") > 0)
+        found: Tensor = self._cached("measured", self._measured)
         return found
+
+    def _measured(self) -> Tensor:
+        # a run has sparse schemas without their derived values, such as the number of elements
+        return (self.value("numel") if "numel" in self.kind.schema else self.values.count_nonzero(dim=1)) > 0
 
     def value(self, name: str) -> Tensor:
         """Return a raw column or derived value by name, ``(N,)``; of 0 columns where nothing was measured.
