@@ -22,7 +22,7 @@ from gradiometer.monitor import signals
 from gradiometer.monitor.blackbox import BlackBox
 from gradiometer.monitor.failures import reason_of
 from gradiometer.monitor.monitor import Monitor
-from gradiometer.recorder import Catalog
+from gradiometer.recorder import KINDS, Catalog
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.first_nonfinite import (
@@ -30,7 +30,6 @@ from gradiometer.rules.first_nonfinite import (
     amount,
     first_nonfinite,
     first_nonfinite_text,
-    nonfinite,
 )
 from gradiometer.sinks import Console, JSONLines
 from support.recording import record_of
@@ -125,7 +124,8 @@ def test_the_text_of_an_exception_can_be_left_out_everywhere(kind, redact, tmp_p
 
 def test_it_is_named_with_its_counts():
     found = record(1207, [("grads", 1, "n_nan", 12)])
-    assert first_nonfinite(found) == FirstNonfinite("grads", "blocks.3.mlp.w1", 12, 0, 2048 * 2048)
+    counts = {"n_nonfinite": 12, "n_nan": 12, "n_inf": 0, "numel": 2048 * 2048}
+    assert first_nonfinite(found) == FirstNonfinite(KINDS["grads"], "blocks.3.mlp.w1", **counts)
     assert first_nonfinite_text(found) == "step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M"
 
 
@@ -136,7 +136,7 @@ def test_of_gradients_the_last_and_of_weights_the_first_is_where_it_began():
     assert (
         first_nonfinite_text(backwards) == "step 3, blocks.3.mlp.w1.grad, 3 Inf of 4.2 M (and 1 of 2 others)"
     )
-    assert nonfinite(backwards).tolist() == [40, 3, 0]
+    assert backwards.value("n_nonfinite").tolist() == [40, 3, 0]
     bad = [(kind, place, "n_nan", 2) for kind in CATALOG.kinds for place in range(3)]
     assert first_nonfinite_text(record(3, bad)) == "step 3, emb.w, 2 NaN of 40 (and all 2 others)"
     assert first_nonfinite_text(record(3, [*bad[:3], ("grads", 2, "n_posinf", 1)])) == (

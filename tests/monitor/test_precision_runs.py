@@ -67,7 +67,7 @@ def test_the_cadence_is_its_own(every, capacity, tmp_path):
     assert monitor.failures == {}
     run = gm.read_run(tmp_path)
     check(run, [0, 3, 6, 9, 12, 15, 18])
-    assert [record.step for record in seen if record.exponents is not None] == run.precision_steps
+    assert [record.step for record in seen if record.has("grad_exponents")] == run.precision_steps
     assert [record.step for record in seen if record.recorded] == list(range(0, 20, every))
     assert run.info["precision"] == 3
     assert verify(tmp_path).whole
@@ -338,6 +338,6 @@ def test_taps_and_updates_beside_it(tmp_path):
     assert run.precision_steps == [0, 2]
     assert run.precision(2, "weights").names == tuple(name for name, _ in model.named_parameters())
     assert run.record(2).measured("activations").sum() == 2
-    assert run.record(2).exponents is None
+    assert run.record(2).report("grad_exponents").names == run.precision(2).names
     with pytest.raises(gm.RunError, match="no histograms of activations in step 2"):
         run.precision(kind="activations")
