@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from gradiometer.rules.base import BaseRule, WholeRule, mask, modules_text
+from gradiometer.rules.base import BaseRule, WholeRule, mask
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import is_names
 from gradiometer.rules.known import optimizers_of
+from gradiometer.rules.modules_text import modules_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

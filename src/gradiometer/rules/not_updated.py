@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.rules.base import ChangeRule, mask, modules_text
+from gradiometer.rules.base import ChangeRule, mask
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.known import driver_of, optimizers_of
+from gradiometer.rules.modules_text import modules_text
 from gradiometer.rules.optimizer import RATE_OF_GROUP, SCHEDULE, learning_rates
 
 if TYPE_CHECKING:
