@@ -72,9 +72,10 @@ def test_wandb_has_a_run(scope):
         wandb.teardown()
 
 
-def test_mlflow_has_the_metrics(scope):
+def test_mlflow_has_the_metrics(scope, tmp_path):
     mlflow = pytest.importorskip("mlflow")
-    mlflow.set_tracking_uri(None)
+    # not None: after another test has set one, that would be MLflow's default, not the environment's
+    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
     run(scope, "MLflow")
     client = mlflow.MlflowClient()
     (found,) = client.search_runs([client.get_experiment_by_name("my-experiment").experiment_id])
