@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradiometer as gm
-from gradiometer.columns import ACTIVATIONS
+from gradiometer.columns import ACTIVATIONS, Column, Derived, Schema
+from gradiometer.recorder import Kind, register
 
 STEPS = 3
 
@@ -72,3 +73,44 @@ def test_ranks_with_other_taps_are_refused(two_ranks, tmp_path):
     for said in two_ranks.run(refused, 2, str(tmp_path)):
         assert "Monitor(taps=" in said
         assert "pass the same value on all ranks" in said
+
+
+def signs(rank, run_dir, columns):
+    # a class of its own on each rank: functions of two processes have nothing in common but their code
+    own = tuple([Column(name, "sum", "1", name, style="count") for name in columns])
+    derived = (Derived("share", lambda row: row(columns[1]) / row("numel").clamp(min=1), "a share"),)
+
+    def measure(tensors):
+        return torch.tensor([[x.numel(), int((x < 0).sum())] for x in tensors], dtype=torch.float64)
+
+    kind = register(
+        Kind(f"signs of {columns[1]}", Schema("signs", own, derived), "gradient", measure=measure)
+    )
+    model = nn.Linear(3, 2, bias=False)
+    whole = DistributedDataParallel(model)
+    with gm.Monitor(whole, kinds=[kind], run_dir=run_dir, rules=()) as monitor:
+        whole(torch.full((1, 3), -1.0 - rank)).sum().backward()
+        monitor.record()
+        monitor.advance()
+    return monitor.failures
+
+
+def refused_signs(rank, run_dir):
+    try:
+        signs(rank, run_dir, ("numel", f"n_{rank}"))
+    except gm.RankError as error:
+        return str(error)
+    return None
+
+
+def test_a_kind_of_ones_own_is_merged(two_ranks, tmp_path):
+    assert two_ranks.run(signs, str(tmp_path), ("numel", "n_negative")) == [{}, {}]
+    record = gm.read_run(tmp_path).record(0)
+    # the gradients are copies, which count once
+    values = [record.value(name, "signs of n_negative").tolist() for name in ("numel", "n_negative")]
+    assert values == [[6.0], [6.0]]
+
+
+def test_ranks_with_other_kinds_are_refused(two_ranks, tmp_path):
+    for said in two_ranks.run(refused_signs, str(tmp_path)):
+        assert "Monitor(kinds=" in said

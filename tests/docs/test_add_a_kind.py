@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import gradiometer as gm
-from gradiometer.recorder import KINDS
+from gradiometer.columns import PAIRS
+from gradiometer.recorder import KINDS, Kind, register
 from gradiometer.web import data
 from support.pages import code_of, text
 
@@ -51,6 +52,14 @@ def test_every_layer_knows_the_kind(scope, tmp_path):
     report = str(record.report("negatives"))
     assert "negative %" in report
     assert "flags" not in report
+
+
+def test_a_kind_can_be_registered_again_but_not_replaced_by_another(scope):
+    exec(CODE[0], scope)  # noqa: S102 as when a notebook's cell is run again
+    assert KINDS["negatives"] is scope["NEGATIVES"]
+    for name in ("negatives", "grads"):
+        with pytest.raises(ValueError, match=f"there is another kind '{name}' of schema"):
+            register(Kind(name, PAIRS, noun="gradient", measure=scope["count_signs"]))
 
 
 @pytest.mark.usefixtures("scope")

@@ -147,7 +147,7 @@ class Monitor(MonitoredRun):
         keep_weights: bool = False,
         taps: Taps | None = None,
         precision: int | None = None,
-        kinds: Sequence[Kind] = (),
+        kinds: Kind | Sequence[Kind] = (),
     ) -> None:
         super().__init__(model, locals())
         self.skips = self._has_loss_scale = False

@@ -15,7 +15,7 @@ from gradiometer import distributed
 from gradiometer.distributed import RankError, Ranks
 from gradiometer.inputs import tracked_parameters
 from gradiometer.monitor.failures import describe
-from gradiometer.recorder import RunInfo, check_integer
+from gradiometer.recorder import RunInfo, check_integer, described
 from gradiometer.rules import Rule
 from gradiometer.sinks import Sink
 from gradiometer.version import __version__
@@ -61,7 +61,7 @@ def shared_options(given: Mapping[str, Any]) -> dict[str, Any]:
         **{name: bool(given[name]) for name in _SHARED_FLAGS.split()},
         "thresholds": repr(given["thresholds"]),
         "taps": getattr(given["taps"], "names", None),
-        "kinds": [repr(kind) for kind in given["kinds"]],
+        "kinds": described(given["kinds"]),
     }
 
 

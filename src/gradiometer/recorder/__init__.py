@@ -5,7 +5,16 @@ holds them on the host. Nothing here starts a thread, accesses a disk or judges 
 """
 
 from gradiometer.recorder.catalog import Catalog, Rows
-from gradiometer.recorder.kinds import KINDS, LOSS_ORDER, Kind, kind_named, kinds_of, label, register
+from gradiometer.recorder.kinds import (
+    KINDS,
+    LOSS_ORDER,
+    Kind,
+    described,
+    kind_named,
+    kinds_of,
+    label,
+    register,
+)
 from gradiometer.recorder.model_state import Driver, ModelState, OptimizerState, master_copies
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.settings import check_integer
@@ -28,6 +37,7 @@ __all__ = [
     "Table",
     "Updates",
     "check_integer",
+    "described",
     "kind_named",
     "kinds_of",
     "label",

@@ -118,15 +118,24 @@ KINDS: Final[dict[str, Kind]] = {
 """The kinds by name, in the order of a record's tables; `register` adds others."""
 
 
+def described(kinds: Kind | Iterable[Kind]) -> list[Any]:
+    """Return plain values of kinds of your own, which are equal on all ranks; no function is in them."""
+    own = (kinds,) if isinstance(kinds, Kind) else kinds
+    return [
+        [kind.to_dict(), kind.schema.to_dict()] if isinstance(kind, Kind) else f"{kind!r:.80}" for kind in own
+    ]
+
+
 def requested(
-    *, weights: bool, updates: bool, taps: bool, precision: bool, kinds: Iterable[Kind] = ()
+    *, weights: bool, updates: bool, taps: bool, precision: bool, kinds: Kind | Iterable[Kind] = ()
 ) -> list[Kind]:
     """Return the kinds that a recorder with these arguments records; those of your own are registered."""
-    own = tuple(kinds)
+    own = (kinds,) if isinstance(kinds, Kind) else tuple(kinds)
     for kind in own:
         if not isinstance(kind, Kind) or kind.measure is None or kind.rows != "parameter":
+            given = f"the kind {kind.name!r} without them" if isinstance(kind, Kind) else f"{kind!r:.80}"
             msg = "kinds: expected gm.recorder.Kind(..., measure=...) with rows of parameters, got "
-            raise TypeError(f"{msg}{kind!r:.80}")
+            raise TypeError(msg + given)
         register(kind)
     asked = {
         GRADS: True,
@@ -143,14 +152,17 @@ def requested(
 def register(kind: Kind) -> Kind:
     """Add a kind of your own to `KINDS`, and return it.
 
-    Sinks then know its statistics, and its derived values are known wherever a run is read in this process.
+    Sinks then know its statistics, and its derived values are known wherever a run is read in this process. A
+    kind that is registered again, as by a notebook's cell, replaces the one before.
 
     Raises:
         ValueError: if there is another kind of this name.
     """
-    if KINDS.setdefault(kind.name, kind) != kind:
-        msg = f"there is another kind {kind.name!r} of schema {KINDS[kind.name].schema.name}; rename one"
+    known = KINDS.get(kind.name, kind)
+    if known is not kind and (known.measure is None or described(known) != described(kind)):
+        msg = f"there is another kind {kind.name!r} of schema {known.schema.name}; rename one"
         raise ValueError(msg)
+    KINDS[kind.name] = kind
     return kind
 
 

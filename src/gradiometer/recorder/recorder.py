@@ -126,7 +126,7 @@ class Recorder(StepRing):
         ranks: Ranks | None = None,
         taps: Taps | None = None,
         precision: int | None = None,
-        kinds: Sequence[Kind] = (),
+        kinds: Kind | Sequence[Kind] = (),
     ) -> None:
         if precision is not None:
             check_integer("Recorder", "precision", precision, 1)

@@ -80,8 +80,9 @@ class RingLayout:
             section, size = self.sections[kind.name], kind.schema.width
             if header[section.header] != header[HEADER_STEP]:
                 continue
-            end = section.offset + section.rows * self._width(kind)
-            rows = slot[section.offset : end].view(section.rows, -1)
+            width = self._width(kind)
+            end = section.offset + section.rows * width
+            rows = slot[section.offset : end].view(section.rows, width)
             bits = rows[:, size + 1 :].contiguous().view(torch.int64) if self.has_fingerprints(kind) else None
             table = Table(
                 kind,
