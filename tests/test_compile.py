@@ -6,6 +6,7 @@ gradients that the step itself returns.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from typing import TYPE_CHECKING, Any
@@ -610,3 +611,10 @@ def test_a_copy_to_the_host_inside_says_to_do_it_outside(name):
 
     with pytest.raises(Exception, match=r"copies to the host, .*; call it outside"):
         torch.compile(inside, fullgraph=True, backend="aot_eager")(torch.ones(3))
+
+
+@pytest.mark.parametrize("stats", [gm.TensorStats, gm.PairStats, gm.ActivationStats, gm.ExponentStats])
+def test_defaults_of_constructors_are_literals(stats):
+    # torch 2.11 wraps all defaults of a constructor, and can only wrap literals
+    defaults = inspect.signature(stats).parameters.values()
+    assert all(each.default in {each.empty, None, True, False} for each in defaults)

@@ -264,8 +264,8 @@ def test_a_wait_in_a_collection_would_be_seen(monkeypatch):
     assert torch.cuda.get_sync_debug_mode() == 0
     measure = ops.measure
 
-    def waits(*args: Any) -> tuple[Tensor, Tensor]:
-        columns, flags = measure(*args)
+    def waits(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        columns, flags = measure(*args, **options)
         columns.sum().item()
         return columns, flags
 
@@ -649,7 +649,7 @@ def test_graphs_are_replayed_on_two_streams_at_once():
         torch.cuda.synchronize()
         for k, ((_, tensors, _, stats), pending) in enumerate(zip(sides, found, strict=True)):
             assert_same_bits(stats, gm.collect(tensors))
-            assert [row.abs_max for row in pending.result()] == [1.0 + i + 10 * k] * 3
+            assert [row.abs_max for row in pending.result().rows()] == [1.0 + i + 10 * k] * 3
 
 
 def test_recordings_that_share_a_pool_are_replayed_in_their_order():

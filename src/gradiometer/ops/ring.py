@@ -81,7 +81,7 @@ def record_(
             return
         limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
         given = for_a_graph(tensors)
-        options = grads, gated, steps, cursor, section, fingerprint
+        options = grads, gated, steps, cursor, tuple(section), fingerprint
         torch.ops.gradiometer.record_(given, *limits, inv_scale, *options)
 
 
@@ -96,7 +96,7 @@ def append_(
 ) -> None:
     """Write the result of `measure`, of the first rows of a section, into a ring, as `record_` does."""
     with torch.no_grad():
-        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor, section, fingerprints)
+        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor, tuple(section), fingerprints)
 
 
 def numbers(tensor: Tensor) -> ctypes.Array[ctypes.c_double]:

@@ -80,7 +80,8 @@ class TensorStats(TensorValues, HealthValues[Tensor, Tensor], NamedStats[Report]
         names: tuple[str, ...],
         columns: Tensor,
         flags: Tensor | None = None,
-        thresholds: Thresholds = DEFAULT_THRESHOLDS,
+        # torch 2.11 traces the defaults of a method only if they are literals
+        thresholds: Thresholds | None = None,
         skip_nonfinite: bool = False,  # noqa: FBT001, FBT002 a field like the others
         sharding: Sharding | None = None,
         origin: Tensor | None = None,
@@ -89,6 +90,7 @@ class TensorStats(TensorValues, HealthValues[Tensor, Tensor], NamedStats[Report]
         diverged: Tensor | None = None,
     ) -> None:
         super().__init__(names, columns, sharding, origin, local)
+        thresholds = thresholds or DEFAULT_THRESHOLDS
         if flags is None:
             flags = TENSORS.flags_of(columns, thresholds, skip_nonfinite=skip_nonfinite)
         self._set(flags=flags, thresholds=thresholds, skip_nonfinite=skip_nonfinite)
