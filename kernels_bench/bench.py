@@ -249,9 +249,13 @@ def rounds(turns, first, rows, args):
 
 def fill(rows, times):
     """Write times, and the figures computed from them, into the rows."""
-    ceiling = statistics.median(times["ceiling"]) if "ceiling" in times else None
+    ceilings = {
+        label: statistics.median(times[label]) for label in ("ceiling", "ceiling-graph") if label in times
+    }
     for label, values in times.items():
         row = rows[label]
+        # replayed graphs are compared with a replayed graph
+        ceiling = ceilings.get("ceiling-graph" if row["level"] == "graph" else "", ceilings.get("ceiling"))
         low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
         row |= {"ms": middle, "ms_low": low, "ms_high": high, "gb_s": row["bytes"] / middle / 1e6}
         if ceiling:

@@ -26,8 +26,8 @@ class Case(NamedTuple):
 
     ``blocks``: pairs of (shape, count). ``misaligned``: tensor i begins 1 + i mod k elements after a 16-byte
     boundary, never on one. ``zeros``: the share of elements that are 0. ``only``: "cpu" is for a CPU, at full
-    size; "memory" is for the memory check. ``compiled``: on a GPU, compile the functions that compute all
-    columns although the list is long.
+    size; "cuda" is for a GPU; "memory" is for the memory check. ``compiled``: on a GPU, compile the functions
+    that compute all columns although the list is long.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Case(NamedTuple):
     blocks: tuple[tuple[tuple[int, ...], int], ...]
     misaligned: bool = False
     zeros: float = 0.0
-    only: Literal["", "cpu", "memory"] = ""
+    only: Literal["", "cpu", "cuda", "memory"] = ""
     compiled: bool = False
 
 
@@ -76,7 +76,7 @@ def _moe():
     return tuple(((n if n >= 16 else 0, d), 1) for n in rows) * layers
 
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CASES = {
     case.name: case
     for case in (
@@ -88,6 +88,15 @@ CASES = {
         Case("one-1.5e9", "one tensor of 1.5e9 elements", BF16, (((1_500_000_000,), 1),)),
         Case("misaligned", "256 views off 16-byte boundaries", BF16, (((2**20,), 256),), misaligned=True),
         Case("beyond-2^31", "one tensor of more than 2^31 elements", BF16, (((2**31 + 2**20 + 3,), 1),)),
+        *(
+            Case(f"{name}-{short}", f"{meaning} in {short}", dtype, blocks, only="cuda")
+            for name, meaning, blocks in (
+                ("gpt2", "GPT-2 124M's parameters", _gpt2()),
+                ("activation", "one activation of 8192 tokens", (((8192, 4096), 1),)),
+            )
+            for short, dtype in (("fp32", FP32), ("bf16", BF16), ("fp16", FP16))
+            if (name, short) != ("gpt2", "fp32")
+        ),
         Case("64m-fp32", "64M elements in 16 tensors", FP32, (((2**22,), 16),), only="cpu"),
         Case("64m-bf16", "64M elements in 16 tensors", BF16, (((2**22,), 16),), only="cpu"),
         Case("64m-zeros", "the same, 1 % zeros", FP32, (((2**22,), 16),), zeros=0.01, only="cpu"),

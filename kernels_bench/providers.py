@@ -18,6 +18,7 @@ import torch
 
 import gradiometer as gm
 from gradiometer import ops
+from gradiometer.columns import CURSOR_SIZE, Cursor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -317,28 +318,70 @@ _CEILING = Provider(
 )
 
 
-def _pairs(data):
-    """Compare the two halves of each tensor, which reads what the others read."""
+def _pairs(data, sides=2):
+    """Compare the halves of each tensor, or its first two thirds, with the last one as gradient.
 
-    def halves(tensors):
-        flats = [x.view(-1) for x in tensors]
-        cuts = [x.numel() // 2 for x in flats]
-        pairs = zip(flats, cuts, strict=True)
-        return zip(*[(x[:cut], x[cut : 2 * cut]) for x, cut in pairs], strict=True)
+    The parts begin at 16-byte boundaries of the tensor.
+    """
 
-    return [partial(gm.compare, *map(list, halves(tensors))) for tensors in data.sets]
+    def parts(tensors):
+        for x in tensors:
+            size = x.numel() // (8 * sides) * 8
+            yield [x.view(-1)[i * size : (i + 1) * size] for i in range(sides)]
+
+    return [
+        partial(ops.measure_pairs, *map(list, zip(*parts(tensors), strict=True))) for tensors in data.sets
+    ]
 
 
+def _tapped(data):
+    """Measure each tensor as an activation, whose last dimension is the channels."""
+    device = data.flats[0].device
+    count = len(data.sets[0])
+    store, cursor = ops.new_store(count, device), torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=device)
+    cursor[Cursor.EVERY] = 1
+
+    def call(tensors):
+        for row, x in enumerate(tensors):
+            torch.ops.gradiometer.tap_(x, store, cursor, row, -1, True)
+        return store
+
+    return each(call)(data)
+
+
+def _clipped(data):
+    """Measure gradients and decide on a factor for each; all are 1, so nothing is written."""
+    params = [parameters(tensors) for tensors in data.sets]
+    return [partial(gm.collect_and_clip_, each, gm.PerTensorClip(each, warmup_steps=0)) for each in params]
+
+
+def _once(build):
+    """Return a build that calls for one copy of the inputs, so that the host prepares one call."""
+    return lambda data: build(data._replace(sets=data.sets[:1], flats=data.flats[:1]))
+
+
+_KINDS = tuple(
+    Provider(f"ours-{name}", family="ours", what=what, build=build, gives="")
+    for name, what, build in (
+        ("pairs", "pairs", _pairs),
+        ("updates", "pairs with gradients", partial(_pairs, sides=3)),
+        ("exponents", "histograms", each(gm.collect_exponents)),
+        ("taps", "activations", _tapped),
+        ("clip", f"{ALL}, clip factors", _clipped),
+    )
+)
 _EAGER = _ours("ours-eager", build=each(gm.collect), **_stats)
 _OURS = (
     _EAGER,
     _ours("ours-op", level="op", build=each(_measure), **_op),
     _ours("ours-fingerprint", build=each(partial(gm.collect, fingerprint=True)), **_stats),
-    replace(_ours("ours-pairs", build=_pairs), what="pairs: all columns", full=False, gives=""),
     _ours("ours-compiled", level="compiled", build=compiled(gm.collect), **_stats),
     _replayed(_EAGER),
+    _replayed(replace(_EAGER, name="ours-once", what=f"{ALL}, flags; one copy", build=_once(_EAGER.build))),
+    _replayed(replace(_EAGER, name="ours-fingerprint", build=each(partial(gm.collect, fingerprint=True)))),
+    *(kind for eager in _KINDS for kind in (eager, _replayed(eager))),
 )
 _IN_GRAPHS = {"foreach", "foreach64", "total-norm", "loop", "inductor", "inductor-combo"}
 _GRAPHS = tuple(_replayed(p) for p in _PEERS if p.name in _IN_GRAPHS)
-PROVIDERS = {p.name: p for p in (_CEILING, *_OURS, *_PEERS, *_GRAPHS)}
+PROVIDERS = {p.name: p for p in (_CEILING, _replayed(_CEILING), *_OURS, *_PEERS, *_GRAPHS)}
 GROUPS = {"ours": [p.name for p in _OURS], "peers": [p.name for p in (*_PEERS, *_GRAPHS)]}

@@ -78,7 +78,7 @@ pytestmark = pytest.mark.usefixtures("triton_cache")
 # instruction per element fails. A change that needs fewer should lower its bound.
 BOUNDS = {
     #          fp64, fp32, bf16, fp16
-    "sm_80": (13.9, 7.1, 7.8, 8.3),
+    "sm_80": (13.9, 7.1, 7.8, 8.6),
     # compensated sums of fp32 numbers, except for fp64
     "sm_89": (14.0, 40.5, 32.3, 33.0),
     "sm_90": (14.9, 8.5, 8.0, 8.5),
@@ -169,6 +169,15 @@ def waits_before_all_is_asked_for(loop: Loop) -> bool:
     """Return whether a value is used before the last load of the same iteration is issued."""
     last = max(i for i, opcode in enumerate(loop.opcodes) if load_size(opcode))
     return Loop(loop.opcodes[:last]).count(r"F2F|D(FMA|ADD|MUL|SETP|MNMX)|F(MNMX|ADD|SET)|HADD") > 0
+
+
+def reads_ahead(loop: Loop, target: str) -> bool:
+    """Return whether threads share nothing but copies of later iterations, with two barriers an iteration."""
+    if target in HIP_TARGETS:
+        return loop.talk == []
+    copies = [opcode for opcode in loop.opcodes if load_size(opcode)]
+    barriers = [opcode for opcode in loop.talk if not opcode.startswith("LDS")]
+    return {opcode.partition(".")[0] for opcode in copies} == {"LDGSTS"} and len(barriers) == 2
 
 
 # By itself, ptxas issues the second half of the loads only after the first half has arrived. With
@@ -350,8 +359,8 @@ def test_the_scale_kernel_spills_nothing_and_keeps_subnormals(target, dtype):
 # the kernel of activations, which also adds up fourth powers, and strides from a tile to the next
 
 ACTIVATION_BOUNDS = {
-    "sm_80": (16.3, 9.3, 9.7, 10.3),
-    "sm_90": (16.5, 9.4, 9.7, 10.3),
+    "sm_80": (21.2, 11.4, 10.9, 12.0),
+    "sm_90": (20.7, 11.4, 10.9, 12.0),
     "gfx942": (12.0, 9.5, 10.0, 11.5),
 }
 CHOSEN_ACTIVATIONS = {"sm_80": (BF16,), "sm_90": DTYPES, "gfx942": (FP32,)}
@@ -368,13 +377,12 @@ def test_the_main_loop_of_the_activation_kernel_is_like_that_of_the_moments_kern
     code = activation_code(target, dtype)
     loop = code.main_loop
     assert loop.loads == [16] * 4
-    assert loop.talk == []
+    assert reads_ahead(loop, target)
     assert [opcode for opcode in loop.opcodes if is_atomic(opcode) or STORE.match(opcode)] == []
     assert instructions_per_element(loop, dtype) <= ACTIVATION_BOUNDS[target][DTYPES.index(dtype)]
     # the square, its sum, the sum, and the sum of fourth powers
     assert loop.fp64_arithmetic == 4 * loop.elements(dtype.itemsize)
     if target in CUDA_TARGETS:
-        assert not waits_before_all_is_asked_for(loop)
         assert code.spills == 0
         assert code.registers <= tuning.ACTIVATIONS[dtype].registers
     assert code.stack == 0
@@ -544,8 +552,8 @@ def test_memory_is_predicted_to_bind(name, dtype):
 
 # the moments kernel that also adds up the bits for fingerprints
 
-# maximum number of additional instructions per element
-FINGERPRINT_BOUNDS = {torch.float64: 10.5, torch.float32: 4.0, torch.bfloat16: 3.0, torch.float16: 4.0}
+# maximum number of additional instructions per element, with those that read ahead
+FINGERPRINT_BOUNDS = {FP64: 13.6, FP32: 6.7, BF16: 3.7, FP16: 3.6}
 FINGERPRINTS = {"sm_80": (FP32,), "sm_90": (FP32, BF16, FP16), "sm_100": (BF16,), "gfx942": (FP32,)}
 each_fingerprint = pytest.mark.parametrize(("target", "dtype"), pairs(FINGERPRINTS))
 
@@ -556,10 +564,10 @@ def test_a_fingerprint_costs_few_instructions_and_no_load(target, dtype):
     code = moments_code(target, dtype, fingerprint=True)
     loop = code.main_loop
     cost = instructions_per_element(loop, dtype) - instructions_per_element(plain, dtype)
-    # vector instructions of AMD add 64-bit numbers in two halves
-    bound = FINGERPRINT_BOUNDS[dtype] + (0.5 if target in HIP_TARGETS else 0)
+    bound = FINGERPRINT_BOUNDS[dtype]
     assert cost <= bound, f"{cost} more instructions per element than {bound}: {loop}"
-    assert (loop.narrow_loads, loop.talk) == ([], [])
+    assert loop.narrow_loads == []
+    assert reads_ahead(loop, target)
     assert loop.loads == plain.loads
     assert (code.stack, code.spills) == (0, 0)
     assert code.registers <= MAX_REGISTERS[target]
@@ -577,7 +585,7 @@ def test_memory_is_predicted_to_bind_with_a_fingerprint(name, dtype):
 # the pairs kernel: a and b, or also g
 
 # maximum instructions per pair of elements on sm_90, slightly above the count: one more fails
-PAIR_BOUNDS = {FP64: (20.9, 30.9), FP32: (20.9, 29.0), BF16: (22.9, 31.4), FP16: (22.9, 31.4)}
+PAIR_BOUNDS = {FP64: (27.1, 40.6), FP32: (23.7, 33.9), BF16: (24.0, 35.6), FP16: (22.6, 33.6)}
 # fp64 operations per pair of elements: four products, two additions; with g two more products
 PAIR_ARITHMETIC = {2: 6, 3: 8}
 # a bf16 weight and its fp32 master, with a gradient of either dtype
@@ -604,13 +612,14 @@ each_pairs_kernel = pytest.mark.parametrize(("target", "dtype"), pairs(PAIR_TARG
 def test_the_pairs_kernel_loads_16_bytes_at_a_time_and_spills_nothing(target, dtype, count):
     code = pairs_code(target, (dtype,) * count)
     loop = code.main_loop
-    assert (loop.narrow_loads, loop.talk) == ([], [])
+    assert loop.narrow_loads == []
+    assert reads_ahead(loop, target)
     # two tiles of each tensor
     assert len(loop.loads) == 2 * count
     assert (code.stack, code.spills) == (0, 0)
     assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
-    # at least two blocks of 128 threads share the registers of an SM
-    assert code.registers <= 256
+    # at least three blocks of 128 threads share the registers of an SM
+    assert code.registers <= 168
     elements = loop.elements(count * dtype.itemsize)
     assert loop.fp64_arithmetic == PAIR_ARITHMETIC[count] * elements
     assert loop.conversions == (0 if dtype == FP64 else count * elements)
@@ -625,7 +634,8 @@ def test_the_narrower_of_two_dtypes_is_loaded_8_bytes_at_a_time(dtypes):
     loop = code.main_loop
     # as many elements of each in a load
     assert sorted(loop.loads) == sorted([4 * dtype.itemsize for dtype in dtypes] * 2)
-    assert (code.stack, code.spills, loop.talk) == (0, 0, [])
+    assert (code.stack, code.spills) == (0, 0)
+    assert reads_ahead(loop, "sm_90")
 
 
 @pytest.mark.parametrize(

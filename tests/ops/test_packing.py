@@ -47,7 +47,8 @@ def layout_of(items, chunk, most=10**6):
 def parts(layout):
     """Return numel, chunk length, first chunk and chunks of each tensor; row and start of each chunk."""
     t, n = layout.num_tensors, layout.num_chunks
-    numel, lengths, first, counts, rows = (part.tolist() for part in layout.table.split([t, t, t, t, n]))
+    numel, lengths, first, counts = (part.tolist() for part in layout.table[: 4 * t].split(t))
+    rows = layout.table[4 * t :].view(torch.int32)[:n].tolist()
     # as the kernel computes it
     starts = [(i - first[row]) * lengths[row] for i, row in enumerate(rows)]
     return numel, lengths, first, counts, rows, starts
@@ -373,10 +374,10 @@ def test_what_captured_graphs_are_filled_from_is_kept_as_long_as_the_process(cap
     launch_plans.clear()
     assert {packed.pointers.device, packed.table.device} == {one.device}
     assert (packed.pointers.shape, packed.table.shape) == ((1,), one.chunk_map.table.shape)
-    # captures with the same addresses share them, all captures of a list share its static table
+    # captures with the same addresses share them; the table begins at a multiple of 16 bytes
     assert [id(host) for host in uploads._captured] == [id(host) for host in pinned]
-    addresses = [[x.data_ptr() for x in each] for each in (tensors, others)]
-    assert [host.tolist() for host in pinned] == [addresses[0], one.chunk_map.table.tolist(), addresses[1]]
+    table = one.chunk_map.table.tolist()
+    assert [host.tolist() for host in pinned] == [[x.data_ptr(), 0, *table] for x in (*tensors, *others)]
 
 
 def test_a_captured_call_measures_right(capturing):
@@ -400,7 +401,7 @@ def pairs_of(*sides, keep=False):
 def pair_parts(packed, lists):
     """Return numel, chunk length and chunks of each pair, and the pitches of each list."""
     t, n = packed.chunk_map.num_tensors, packed.chunk_map.num_chunks
-    sizes = [t, t, t, t, n, *[t] * lists]
+    sizes = [t, t, t, t, n // 2 + 1, *[t] * lists]
     numel, lengths, _, counts, _, *pitches = (x.tolist() for x in packed.table.split(sizes))
     return numel, lengths, counts, pitches
 
@@ -534,5 +535,5 @@ def test_captured_pairs_keep_pinned_memory_as_long_as_the_process(capturing, pin
     launch_plans.clear()
     assert {packed.pointers.device, packed.table.device} == {one.device}
     assert [id(host) for host in uploads._captured] == [id(host) for host in pinned]
-    assert pinned[0].tolist() == [x.data_ptr() for side in sides for x in side]
-    assert pinned[1].tolist() == one.chunk_map.table.tolist()
+    addresses = [x.data_ptr() for side in sides for x in side]
+    assert [host.tolist() for host in pinned] == [addresses + one.chunk_map.table.tolist()]

@@ -246,6 +246,12 @@ class _Shared:
             msg = "threads write different values to the same shared memory"
             raise Invalid(msg)
 
+    def announce(self, addresses: np.ndarray, threads: np.ndarray, size: int) -> None:
+        """Begin to overwrite bytes, which cannot be read until they are stored."""
+        places, users = self._places(addresses, size), np.repeat(threads, size).astype(np.int32)
+        _claim(*self._users, places, users, write=True, what=_THREADS)
+        self._written[places] = False
+
     def _places(self, addresses: np.ndarray, size: int) -> np.ndarray:
         if (addresses + np.uint64(size) > len(self._bytes)).any():
             msg = "an access beyond shared memory"
@@ -265,6 +271,8 @@ class Block:
         self.tid = np.arange(threads, dtype=np.uint32)
         self.ctaid = np.array([index], np.uint32)
         self.shared = _Shared(shared)
+        # groups of asynchronous copies, of which the last is not committed: addresses, threads and bytes
+        self._copies: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[]]
         self._buffers = buffers
         self._starts = [buffer.start for buffer in buffers]
         self._jumps = self.instructions = 0
@@ -347,14 +355,42 @@ class Block:
         told = np.stack([self._each(x)[active] for x in values], axis=1)
         self.shared.store(address[active], self.tid[active], told.view(np.uint8))
 
-    def load_matrices(self, address: np.ndarray) -> list[np.ndarray]:
-        """ldmatrix.x4: in a warp, the threads 8 k ... 8 k + 7 give the rows of matrix k, 16 bytes each."""
-        address = self._each(address).astype(np.uint64)
+    def copy_async(
+        self, target: np.ndarray, source: np.ndarray, size: int, count: np.ndarray, guard: np.ndarray | None
+    ) -> None:
+        """cp.async: copy ``size`` bytes to shared memory, or write zeros if ``count`` is 0."""
+        target, active = self._active(self._each(target), guard)
+        _aligned(target[active], size)
+        count = self._each(count)
+        if not np.isin(count[active], (0, size)).all():
+            msg = "an asynchronous copy that is filled up with zeros"
+            raise KeyError(msg)
+        words = self.load_global(self._each(source), 4, size // 4, active & (count > 0))
+        rows = np.stack(words, axis=1)[active].view(np.uint8)
+        self.shared.announce(target[active], self.tid[active], size)
+        self._copies[-1].append((target[active], self.tid[active], rows))
+
+    def commit_copies(self) -> None:
+        self._copies.append([])
+
+    def wait_copies(self, pending: int) -> None:
+        """Finish all but the last committed groups."""
+        *groups, last = self._copies
+        done = len(groups) - pending
+        for group in groups[: max(done, 0)]:
+            for copy in group:
+                self.shared.store(*copy)
+        self._copies = [*groups[max(done, 0) :], last]
+
+    def load_matrices(self, address: np.ndarray, count: int) -> list[np.ndarray]:
+        """ldmatrix: in a warp, the threads 8 k ... 8 k + 7 give the rows of matrix k, 16 bytes each."""
+        gives = self.tid % WARP < 8 * count
+        address = self._each(address).astype(np.uint64)[gives]
         _aligned(address, 16)
-        rows = self.shared.load(address, self.tid, 16)
+        rows = self.shared.load(address, self.tid[gives], 16)
         # thread t of the warp receives from each matrix the words t % 4 of row t / 4
-        words = rows.view(np.uint32).reshape(-1, 4, WARP)
-        return [words[:, k].reshape(-1) for k in range(4)]
+        words = rows.view(np.uint32).reshape(-1, count, WARP)
+        return [words[:, k].reshape(-1) for k in range(count)]
 
     def shuffle(
         self, x: np.ndarray, by: np.ndarray, clamp: np.ndarray, mask: np.ndarray, *, indexed: bool
@@ -490,6 +526,14 @@ class _Translation:
         elif name in {"ret", "bar.sync"}:
             assert guard is None, text
             self._emit("return" if name == "ret" else "block.barrier()")
+        elif name in {"cp.async.ca.shared.global", "cp.async.cg.shared.global"}:
+            target, source = map(self._address, operands[:2])
+            count = self._value(operands[3], "b32")
+            self._emit(f"block.copy_async({target}, {source}, {operands[2]}, {count}, {guard})")
+        elif name == "cp.async.commit_group":
+            self._emit("block.commit_copies()")
+        elif name == "cp.async.wait_group":
+            self._emit(f"block.wait_copies({operands[0]})")
         elif name in ATOMICS:
             operation, order = ATOMICS[name]
             value = f"{self._value(operands[2], 'b32')}, {operation}, {guard}, '{order}'"
@@ -534,8 +578,9 @@ class _Translation:
             self._assign(operands[:1], f"[parameters[{number}]]", guard)
             return
         address = self._address(operands[1])
-        if name == "ldmatrix.sync.aligned.m8n8.x4.shared.b16":
-            self._assign(_members(operands[0]), f"block.load_matrices({address})", guard)
+        if re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x[124]\.shared\.b16", name):
+            targets = _members(operands[0])
+            self._assign(targets, f"block.load_matrices({address}, {len(targets)})", guard)
             return
         space, kind, targets = _access(name, operands[0])
         size = TYPES[kind].itemsize

@@ -141,6 +141,7 @@ def _activation_kernel(
     PAIRS: tl.constexpr,
     TILE: tl.constexpr,
     UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
     NUM_SUMS: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
@@ -170,7 +171,7 @@ def _activation_kernel(
     # the first program also reads the elements after the last full tile
     tail = tl.where(program == 0, (numel - full.to(tl.int64) * TILE).to(tl.int32), 0)
 
-    # fp16 and bf16 are compared as fp32, and two bf16 are read as one word: see moments.py
+    # fp16 and bf16 are compared as fp32, and two of them are read as one word: see moments.py
     NARROW: tl.constexpr = tl.float64 if ITEMSIZE == 8 else tl.float32
     LANES: tl.constexpr = TILE // 2 if PAIRS else TILE
     lanes = tl.arange(0, LANES)
@@ -198,11 +199,11 @@ def _activation_kernel(
             words = words_ptr + (begin.to(tl.int64) * strips + strip) * LANES + lanes
             for part in tl.static_range(2):
                 # whole iterations, and then the tiles that are left
-                for _ in range(count // UNROLL if part == 0 else count % UNROLL):
+                for _ in tl.range(0, count // UNROLL if part == 0 else count % UNROLL, num_stages=STAGES):
                     for u in tl.static_range(UNROLL if part == 0 else 1):
                         word = tl.load(words + u * step)
                         if PAIRS:
-                            low, x = halves(word)
+                            low, x = halves(word, x_ptr.dtype.element_ty)
                             more_zeros += tl.where(x == 0, 1.0, 0.0)
                             zeros += tl.where(low == 0, 1.0, 0.0)
                             top, sumsq, total, sum4 = _add(low, top, sumsq, total, sum4)
@@ -349,9 +350,10 @@ def activation(
         work,
         ITEMSIZE=x.dtype.itemsize,
         # a view may begin between two words
-        PAIRS=x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0,
+        PAIRS=x.dtype.itemsize == 2 and x.data_ptr() % 16 == 0,
         TILE=tile,
         UNROLL=unroll,
+        STAGES=tuning.stages(),
         NUM_SUMS=len(_SUMS),
         MAX_PROGRAMS=tuning.MAX_PROGRAMS,
         NUM_COLUMNS=ACTIVATIONS.width,

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gradiometer.columns import EXPONENTS, HIGHEST_BINADE, LOWEST_BINADE, Cursor, bin_of
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import DTYPES, WORDS, is_due, locate
+from gradiometer.kernels.primitives import DTYPES, WORDS, is_due, locate, row_of
 
 # intervals of mantissas that bins may tell apart, by their first mantissa in units of 2**-23: 0, the rest up
 # to 2**-16, up to 0.8125, below 0.875, below 1 - 2**-8, below 1 - 2**-11, and the rest
@@ -120,7 +120,7 @@ def _near(word, start, DTYPE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.conste
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors"])
 def _exponents_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
+    table_ptr,  # see ops/launch_plans.py
     classes_ptr,  # int32, the column of each class
     rows_ptr,  # (T, COLUMNS) int64
     gate_ptr,  # a cursor; unused without GATED
@@ -141,7 +141,7 @@ def _exponents_kernel(
             return
     chunk = first_chunk + tl.program_id(0)
     address, n = locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE)
-    row_ptr = rows_ptr + tl.load(table_ptr + 4 * num_tensors + chunk) * COLUMNS
+    row_ptr = rows_ptr + row_of(chunk, table_ptr, num_tensors) * COLUMNS
     lanes = tl.arange(0, TILE)
     base = address.to(tl.pointer_type(WORD))
 
@@ -225,7 +225,7 @@ def exponents(
 
 @triton.jit(do_not_specialize=["num_tensors"])
 def _begin_kernel(
-    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
+    table_ptr,  # see ops/launch_plans.py
     rows_ptr,  # (T + 1, WIDTH) int64
     gate_ptr,  # a cursor
     num_tensors: tl.int32,

@@ -42,7 +42,7 @@ _NAN_FLAG, _INF_FLAG, _VANISHING, _EXPLODING, _DEAD = map(int, Flag)
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks", "vanishing", "exploding", "dead"])
 def _finalize_kernel(
-    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
+    table_ptr,  # see ops/launch_plans.py
     partials_ptr,  # (7, N) float64, see moments.PARTIALS
     columns_ptr,  # (T, C) float64
     flags_ptr,  # (T,) int32

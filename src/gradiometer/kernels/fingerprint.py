@@ -90,7 +90,7 @@ def chunk_sums(lanes, sums, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks"])
 def _merge_kernel(
-    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
+    table_ptr,  # see ops/launch_plans.py
     partials_ptr,  # (4, N) int64
     out_ptr,  # (T, 3) int64
     num_tensors: tl.int32,

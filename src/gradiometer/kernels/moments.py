@@ -21,7 +21,7 @@ import triton.language as tl
 from gradiometer.columns.fingerprint import WORD_BYTES, power, signed
 from gradiometer.kernels import tuning
 from gradiometer.kernels.fingerprint import add_words, chunk_sums, split_words
-from gradiometer.kernels.primitives import DTYPES, accumulate, halves, is_due, is_finite, locate
+from gradiometer.kernels.primitives import DTYPES, accumulate, halves, is_due, is_finite, locate, row_of
 
 # The last two are read only if n_nonfinite is not 0. The other non-finite elements are -Inf.
 PARTIALS = ("sumsq", "sum", "n_zero", "abs_max", "n_nonfinite", "n_nan", "n_posinf")
@@ -87,7 +87,7 @@ def _joined(parts):
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _moments_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
+    table_ptr,  # see ops/launch_plans.py
     partials_ptr,  # (7, N) float64
     gate_ptr,  # the cursor of a ring; unused without GATED
     fingerprints_ptr,  # (4, N) int64, see fingerprint.py; unused without FINGERPRINT
@@ -102,6 +102,7 @@ def _moments_kernel(
     WORD_BITS: tl.constexpr,  # log2 of the number of words of 8 bytes in a tile
     STEP: tl.constexpr,  # see fingerprint.add_words
     UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
     COMPENSATED: tl.constexpr,
     # not a global constant, see finalize.py
     LEAST_SQUARE: tl.constexpr = _LEAST_SQUARE,
@@ -114,8 +115,8 @@ def _moments_kernel(
 
     # fp16 and bf16 are compared as fp32: the same values, and native on every device
     NARROW: tl.constexpr = tl.float64 if ITEMSIZE == 8 else tl.float32
-    # two bf16 are read as one word: integer operations split it in fewer instructions
-    PAIRS: tl.constexpr = DTYPE == tl.bfloat16
+    # two numbers of 2 bytes are read as one word, which takes half as many registers while it is loaded
+    PAIRS: tl.constexpr = ITEMSIZE == 2
     WORD: tl.constexpr = tl.int32 if PAIRS else DTYPE
     LANES: tl.constexpr = TILE // 2 if PAIRS else TILE
     lanes = tl.arange(0, LANES)
@@ -149,14 +150,14 @@ def _moments_kernel(
         lower, upper = split_words(tl.load(word_ptr + place, mask=place >= 0, other=0), WORDS)
         zero = tl.zeros((WORDS,), tl.int64)
         sums = add_words(lower, upper, (zero, zero), STEP)
-    for _ in range(full):
+    for _ in tl.range(0, full, num_stages=STAGES):
         for u in tl.static_range(UNROLL):
             word = tl.load(words + u * LANES)
             if FINGERPRINT:
                 lower, upper = split_words(word, WORDS)
                 sums = add_words(lower, upper, sums, STEP)
             if PAIRS:
-                low, high = halves(word)
+                low, high = halves(word, DTYPE)
                 totals = accumulate(low, totals, COMPENSATED, EXACT_SQUARE)
                 totals = accumulate(high, totals, COMPENSATED, EXACT_SQUARE)
             else:
@@ -185,7 +186,7 @@ def _moments_kernel(
             sums = add_words(lower, upper, sums, STEP)
         chunk_words, chunk_weighted = chunk_sums(places, sums, WORD_BITS)
         out = fingerprints_ptr + chunk
-        row = tl.load(table_ptr + 4 * num_tensors + chunk)
+        row = row_of(chunk, table_ptr, num_tensors)
         tl.store(out, (address - tl.load(pointers_ptr + row)) // 8 + last)
         tl.store(out + num_chunks.to(tl.int64), n.to(tl.int64) * ITEMSIZE)
         tl.store(out + 2 * num_chunks.to(tl.int64), chunk_words)
@@ -264,6 +265,8 @@ def moments(
         WORD_BITS=words.bit_length() - 1,
         STEP=signed(power(-words)),
         UNROLL=unroll,
+        # without fingerprints, reading ahead costs more than it saves
+        STAGES=1 if fingerprints is None else tuning.stages(),
         COMPENSATED=compensated,
         **tuning.options(threads, registers, partials.device),
     )

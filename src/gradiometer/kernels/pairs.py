@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gradiometer.columns import PAIRS as SCHEMA
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import DTYPES, WORDS, halves, is_finite, merge_chunks
+from gradiometer.kernels.primitives import DTYPES, WORDS, halves, is_finite, merge_chunks, row_of
 
 # all columns but numel, in their order; the last is a maximum
 PAIR_PARTIALS = tuple(SCHEMA.index)[1:]
@@ -134,7 +134,7 @@ def _sums(totals):
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _pairs_kernel(
     pointers_ptr,  # (3 * T,) int64, of a, b and g; (2 * T,) without G
-    table_ptr,  # (7 * T + N,) int64, see ops/launch_plans.py; (6 * T + N,) without G
+    table_ptr,  # see ops/launch_plans.py
     partials_ptr,  # (14, N) float64, see PAIR_PARTIALS
     first_chunk: tl.int32,
     num_tensors: tl.int32,
@@ -150,14 +150,15 @@ def _pairs_kernel(
     BITS_G: tl.constexpr,
     TILE: tl.constexpr,
     UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     chunk = first_chunk + tl.program_id(0)
-    row = tl.load(table_ptr + 4 * num_tensors + chunk)
+    row = row_of(chunk, table_ptr, num_tensors)
     size = tl.load(table_ptr + num_tensors + row)
     index = chunk - tl.load(table_ptr + 2 * num_tensors + row)
     n = tl.minimum(tl.load(table_ptr + row) - index * size, size).to(tl.int32)
-    # elements from one chunk's beginning to the next
-    pitches = table_ptr + 4 * num_tensors + num_chunks + row
+    # elements from one chunk's beginning to the next; the rows of chunks precede them
+    pitches = table_ptr + 4 * num_tensors + (num_chunks // 2 + 1) + row
     at_a = tl.load(pointers_ptr + row) + index * tl.load(pitches) * SIZE_A
     at_b = tl.load(pointers_ptr + num_tensors + row) + index * tl.load(pitches + num_tensors) * SIZE_B
     at_g = at_a
@@ -165,8 +166,8 @@ def _pairs_kernel(
         at_g = tl.load(pointers_ptr + 2 * num_tensors + row)
         at_g += index * tl.load(pitches + 2 * num_tensors) * SIZE_G
 
-    # two bf16 are read as one word: integer operations split it in fewer instructions
-    PAIRS: tl.constexpr = A == tl.bfloat16 and B == tl.bfloat16 and (G is None or G == tl.bfloat16)
+    # two numbers of 2 bytes are read as one word: see moments.py
+    PAIRS: tl.constexpr = SIZE_A == 2 and A == B and (G is None or G == A)
     LANES: tl.constexpr = TILE // 2 if PAIRS else TILE
     WORD_A: tl.constexpr = tl.int32 if PAIRS else BITS_A
     WORD_B: tl.constexpr = tl.int32 if PAIRS else BITS_B
@@ -192,7 +193,7 @@ def _pairs_kernel(
     if G is not None:
         WORD_G: tl.constexpr = tl.int32 if PAIRS else BITS_G
         ptr_g = tl.multiple_of((at_g + head * SIZE_G).to(tl.pointer_type(WORD_G)), 16) + lanes
-    for _ in range(full):
+    for _ in tl.range(0, full, num_stages=STAGES):
         for i in tl.static_range(UNROLL):
             word_a = tl.load(ptr_a + i * LANES)
             word_b = tl.load(ptr_b + i * LANES)
@@ -200,9 +201,9 @@ def _pairs_kernel(
             if G is not None:
                 word_g = tl.load(ptr_g + i * LANES)
             if PAIRS:
-                low_a, high_a = halves(word_a)
-                low_b, high_b = halves(word_b)
-                low_g, high_g = halves(word_g)
+                low_a, high_a = halves(word_a, A)
+                low_b, high_b = halves(word_b, A)
+                low_g, high_g = halves(word_g, A)
                 other = word_a ^ word_b
                 totals = _add(low_a, low_b, low_g, (other & 0xFFFF) == 0, totals, G is not None)
                 totals = _add(high_a, high_b, high_g, (other & -65536) == 0, totals, G is not None)
@@ -315,6 +316,7 @@ def pairs(
         BITS_G=WORDS.get(sizes[2]),
         TILE=tile,
         UNROLL=unroll,
+        STAGES=tuning.stages(),
         **tuning.options(threads, registers, partials.device),
     )
 

@@ -29,7 +29,7 @@ _EVERY = tl.constexpr(int(Cursor.EVERY))
 @triton.jit
 def row_of(chunk, table_ptr, num_tensors):
     """Return the row of a chunk's tensor."""
-    return tl.load(table_ptr + 4 * num_tensors + chunk)
+    return tl.load((table_ptr + 4 * num_tensors).to(tl.pointer_type(tl.int32)) + chunk).to(tl.int64)
 
 
 @triton.jit
@@ -69,11 +69,16 @@ def is_finite(x):
 
 
 @triton.jit
-def halves(word):
-    """Convert two bf16 values, read as one int32, to fp32: a bf16 is the upper half of an fp32."""
-    low = (word << 16).to(tl.float32, bitcast=True)
-    # 0xffff0000
-    high = (word & -65536).to(tl.float32, bitcast=True)
+def halves(word, DTYPE: tl.constexpr):
+    """Convert two bf16 or fp16 values, read as one int32, to fp32."""
+    if DTYPE == tl.float16:
+        low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        # a bf16 is the upper half of an fp32
+        low = (word << 16).to(tl.float32, bitcast=True)
+        # 0xffff0000
+        high = (word & -65536).to(tl.float32, bitcast=True)
     return low, high
 
 

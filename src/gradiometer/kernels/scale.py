@@ -45,7 +45,7 @@ def _scaled(x, factor, high, low):
 @triton.jit(do_not_specialize=["last_chunk", "num_tensors"])
 def _scale_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see ops/launch_plans.py
+    table_ptr,  # see ops/launch_plans.py
     factor_ptr,  # () float64, or (T,) if PER_TENSOR
     last_chunk: tl.int32,
     num_tensors: tl.int32,

@@ -45,8 +45,8 @@ ACTIVATIONS: Final = {
     torch.bfloat16: Moments(tile=1024, unroll=4, threads=128, registers=128),
     torch.float16: Moments(tile=1024, unroll=4, threads=128, registers=160),
 }
-# programs of the activation kernel at most: about two for each that a large GPU runs at once
-MAX_PROGRAMS: Final = 2**10
+# programs of the activation kernel at most: about as many as a large GPU runs at once
+MAX_PROGRAMS: Final = 2**9
 # those whose partials the last program reads at once
 MERGED_PROGRAMS: Final = 2**8
 
@@ -74,8 +74,8 @@ PAIRS: Final = {
     (8, True): Moments(tile=256, unroll=2, threads=128, registers=128),
     (4, False): Moments(tile=512, unroll=2, threads=128, registers=128),
     (4, True): Moments(tile=512, unroll=2, threads=128, registers=168),
-    (2, False): Moments(tile=1024, unroll=2, threads=128, registers=168),
-    (2, True): Moments(tile=1024, unroll=2, threads=128, registers=255),
+    (2, False): Moments(tile=1024, unroll=2, threads=128, registers=96),
+    (2, True): Moments(tile=1024, unroll=2, threads=128, registers=128),
 }
 
 FINALIZE_PAIRS: Final = Tiles(tile=128, threads=128, registers=128)
@@ -107,6 +107,14 @@ def has_few_fp64_units(device: torch.device) -> bool:
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def stages() -> int:
+    """Return how many iterations of a loop are in flight where it pays to read ahead into shared memory.
+
+    Few registers then have many loads in flight. AMD's compiler would read ahead into registers.
+    """
+    return 1 if torch.version.hip else 3
 
 
 def options(threads: int, registers: int, device: torch.device) -> dict[str, Any]:

@@ -44,9 +44,10 @@ class ChunkMap:
     """How a list of tensors is split into chunks.
 
     ``table``: int64 on the host, the concatenation of ``numel (T,)``, ``chunk (T,)`` (elements of one chunk
-    of that tensor), ``first_chunk (T,)``, ``num_chunks (T,)`` and ``chunk_row (N,)``. A tensor's chunks are
-    adjacent and in order. For pairs there follow ``pitch (T,)`` of all a, of all b and, if there are any, of
-    all g: elements from the beginning of one chunk to that of the next.
+    of that tensor), ``first_chunk (T,)``, ``num_chunks (T,)`` and ``chunk_row (N,)``, which is int32 and
+    followed by one or two zeros. A tensor's chunks are adjacent and in order. For pairs there follow
+    ``pitch (T,)`` of all a, of all b and, if there are any, of all g: elements from the beginning of one
+    chunk to that of the next.
     """
 
     num_tensors: int
@@ -88,8 +89,10 @@ def chunk_map_of(
         if len(rows) > done:
             groups.append(Group(dtype, done, len(rows) - done))
     apart = [lengths[i % len(sizes)] if pitch < 0 else pitch for i, pitch in enumerate(pitches)]
-    table = int64([*sizes, *lengths, *first, *counts, *rows, *apart])
-    return ChunkMap(len(sizes), len(rows), tuple(groups), table)
+    rows += [0] * (2 - len(rows) % 2)
+    chunk_row = array("q", array("i", rows).tobytes())
+    table = int64([*sizes, *lengths, *first, *counts, *chunk_row, *apart])
+    return ChunkMap(len(sizes), sum(counts), tuple(groups), table)
 
 
 def _power_of_two(least: int) -> int:
