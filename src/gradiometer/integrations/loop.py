@@ -107,8 +107,7 @@ def watch(
         return _add_callback(model, package, options)
     optimizers = _optimizers(optimizer)
     if scaler is not None and not isinstance(scaler, GradScaler):
-        msg = f"watch: expected scaler=torch.amp.GradScaler(...), got {type(scaler).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"watch: expected scaler=torch.amp.GradScaler(...), got {type(scaler).__name__}")
     names, tensors = tracked_parameters(model)
     parts = _parts(optimizers, dict(zip(tensors, names, strict=True)))
     monitor = Monitor(model, **options)
@@ -145,8 +144,7 @@ def _add_callback(trainer: Any, package: str, options: Mapping[str, Any]) -> Any
 def _optimizers(given: Any) -> list[Optimizer]:
     """Return the optimizers, without wrappers such as Accelerate's."""
     if given is None:
-        msg = "watch: pass the optimizer too: gm.watch(model, optimizer)"
-        raise TypeError(msg)
+        raise TypeError("watch: pass the optimizer too: gm.watch(model, optimizer)")
     found = []
     for each in given if isinstance(given, (list, tuple)) else [given]:
         inner = getattr(each, "optimizer", None)
@@ -156,8 +154,7 @@ def _optimizers(given: Any) -> list[Optimizer]:
             raise TypeError(msg)
         found.append(optimizer)
     if not found:
-        msg = "watch: got no optimizer; pass those that update the model"
-        raise ValueError(msg)
+        raise ValueError("watch: got no optimizer; pass those that update the model")
     return found
 
 

@@ -73,13 +73,11 @@ def read_claims(file: IO[bytes]) -> Claims:
     footer = size - 8 - int.from_bytes(end[:4], "little")
     at = footer - len(_MAGIC) - _SIZE
     if end[4:] != _PARQUET or footer < len(_PARQUET):
-        msg = "it does not end as a Parquet file does"
-        raise DamageError(msg)
+        raise DamageError("it does not end as a Parquet file does")
     file.seek(max(at - 4, 0))
     length, digest, magic = int.from_bytes(file.read(4), "little"), file.read(_SIZE), file.read(len(_MAGIC))
     if at < 4 or magic != _MAGIC:
-        msg = "its digest is missing"
-        raise DamageError(msg)
+        raise DamageError("its digest is missing")
     hashed = hashlib.sha256()
     file.seek(0)
     left = at
@@ -90,8 +88,7 @@ def read_claims(file: IO[bytes]) -> Claims:
     while part := file.read(_BLOCK):
         hashed.update(part)
     if hashed.digest() != digest:
-        msg = "its content does not match its digest"
-        raise DamageError(msg)
+        raise DamageError("its content does not match its digest")
     file.seek(max(at - 4 - length, 0))
     return _claims(json.loads(file.read(length)), digest.hex())
 
@@ -108,8 +105,7 @@ def _claims(values: Any, digest: str) -> Claims:
         if not all([isinstance(x, int) for x in integers]) or not are_names:
             raise TypeError  # noqa: TRY301 as for other wrong types
     except (AttributeError, TypeError, ValueError):
-        msg = "what it says about itself is not understood"
-        raise DamageError(msg) from None
+        raise DamageError("what it says about itself is not understood") from None
     return found
 
 
@@ -134,8 +130,7 @@ def pop_digest(name: str, value: Any) -> str | None:
     """
     if not isinstance(value, dict) or "digest" not in value:
         # a damaged key must not make it a file without a digest
-        msg = "its digest is missing; a change by hand must set it to null"
-        raise DamageError(msg)
+        raise DamageError("its digest is missing; a change by hand must set it to null")
     digest = value.pop("digest")
     if digest not in {None, json_digest(name, value)}:
         msg = "its content does not match its digest; a change by hand must set the digest to null"

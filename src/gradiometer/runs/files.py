@@ -49,8 +49,7 @@ def open_file(path: Path) -> IO[bytes]:
     if stat_.S_ISREG(stat.st_mode) and not is_sparse:
         return file
     file.close()
-    msg = "it has large holes" if is_sparse else "it is not a regular file"
-    raise OSError(msg)
+    raise OSError("it has large holes" if is_sparse else "it is not a regular file")
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -57,12 +57,10 @@ def frames(file: IO[bytes]) -> Iterator[tuple[bytes, bytearray]]:
         if zlib.crc32(header[:-4]).to_bytes(4, "little") != header[-4:]:
             if not any(header) and not any(file.read(_BLOCK)) and file.tell() == size:
                 return
-            msg = f"there is no batch of steps at byte {at}"
-            raise DamageError(msg)
+            raise DamageError(f"there is no batch of steps at byte {at}")
         magic, text_size, numbers_size = _SIZES.unpack(sizes)
         if magic != _MAGIC:
-            msg = f"there is no batch of steps at byte {at}"
-            raise DamageError(msg)
+            raise DamageError(f"there is no batch of steps at byte {at}")
         at += _HEADER + text_size + numbers_size
         if at > size:
             return
@@ -70,6 +68,5 @@ def frames(file: IO[bytes]) -> Iterator[tuple[bytes, bytearray]]:
         file.readinto(numbers)  # type: ignore[attr-defined]
         previous = _digest(previous, sizes, text, numbers)
         if previous != digest:
-            msg = f"the batch of steps that ends at byte {at} does not match its digest"
-            raise DamageError(msg)
+            raise DamageError(f"the batch of steps that ends at byte {at} does not match its digest")
         yield text, numbers

@@ -33,8 +33,7 @@ def read_info(path: Path) -> dict[str, Any]:
         advice = (
             "the run_dir of a Monitor" if inner is None else f"one of the runs in it, such as {inner.parent}"
         )
-        msg = f"{path} is not a run: {reason}; pass {advice}"
-        raise RunError(msg)
+        raise RunError(f"{path} is not a run: {reason}; pass {advice}")
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         msg = f"{path / 'run.json'} does not have the format {FORMAT}: pass the run_dir of a Monitor"
         raise RunError(msg)
@@ -54,8 +53,7 @@ def read_info(path: Path) -> dict[str, Any]:
     }
     if wrong := [key for key, fit in fits.items() if not fit]:
         shown = ", ".join([f"{key}: {info.get(key)!r:.40}" for key in wrong])
-        msg = f"{path / 'run.json'} has unexpected content ({shown}): fix it"
-        raise RunError(msg)
+        raise RunError(f"{path / 'run.json'} has unexpected content ({shown}): fix it")
     return info
 
 
@@ -68,8 +66,7 @@ def catalog_of(path: Path, info: Mapping[str, Any]) -> Catalog:
     try:
         return load_catalog(info["catalog"])
     except (KeyError, ValueError) as error:
-        msg = f"{path / 'run.json'} has unexpected content ({error!r}): fix it"
-        raise RunError(msg) from None
+        raise RunError(f"{path / 'run.json'} has unexpected content ({error!r}): fix it") from None
 
 
 def load_catalog(values: Any) -> Catalog:
@@ -87,8 +84,7 @@ def load_catalog(values: Any) -> Catalog:
             if kind.name in KINDS and KINDS[kind.name] != kind and KINDS[kind.name].measure is None
         ]
         if odd or "grads" not in found.kinds:
-            msg = f"kind {odd[0]} is another one" if odd else "there is no kind grads"
-            raise ValueError(msg)  # noqa: TRY301 as for other content
+            raise ValueError(f"kind {odd[0]} is another one" if odd else "there is no kind grads")  # noqa: TRY301 as for other content
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         msg = f"catalog: {error!s:.80}" if isinstance(error, ValueError) else f"catalog: {error!r:.80}"
         raise ValueError(msg) from None
@@ -105,8 +101,7 @@ def checked_catalog(catalog: Catalog) -> Catalog:
     own = {field.name for field in (*ROW, *FINGERPRINTS)} | {"flags"}
     for name in catalog.kinds:
         if f"{name}_norm" in {field.name for field in STEPS}:
-            msg = f"kind {name!r:.40}: the table of steps has a column {name}_norm"
-            raise ValueError(msg)
+            raise ValueError(f"kind {name!r:.40}: the table of steps has a column {name}_norm")
     for name, schema in schemas.items():
         problem = ""
         if not TABLE_NAME.fullmatch(name) or name == "steps":
@@ -116,8 +111,7 @@ def checked_catalog(catalog: Catalog) -> Catalog:
         elif schema.storage == "columns" and own & {*schema.index}:
             problem = f"no column may have the name {min(own & {*schema.index})}"
         if problem:
-            msg = f"schema {name!r:.40}: {problem}"
-            raise ValueError(msg)
+            raise ValueError(f"schema {name!r:.40}: {problem}")
     return catalog
 
 

@@ -165,8 +165,7 @@ def read_journal(run: Path, attempt: int, first_step: int) -> Journal | None:
                 if catalog is None:
                     key, found = _read_head(parse_json(text))
                     if key != (attempt, first_step):
-                        msg = f"its content is that of {journal_path(run, *key).name}"
-                        raise DamageError(msg)
+                        raise DamageError(f"its content is that of {journal_path(run, *key).name}")
                     catalog = found
                 else:
                     records += _read_steps(parse_json(text), numbers, catalog, records[-1:])
@@ -183,12 +182,10 @@ def _read_head(values: Any) -> tuple[tuple[int, int], Catalog]:
     try:
         attempt, first_step = operator.index(values["attempt"]), operator.index(values["first_step"])
         if not 0 <= attempt <= LARGEST_ATTEMPT:
-            msg = f"attempt {attempt}"
-            raise ValueError(msg)  # noqa: TRY301 as for other content
+            raise ValueError(f"attempt {attempt}")  # noqa: TRY301 as for other content
         return (attempt, first_step), load_catalog(values["catalog"])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        msg = f"unexpected content: {error!r:.80}"
-        raise DamageError(msg) from None
+        raise DamageError(f"unexpected content: {error!r:.80}") from None
 
 
 def _read_steps(
@@ -200,16 +197,13 @@ def _read_steps(
         reader = TableReader(catalog, [table for *_, tables in entries for table in tables], numbers)
         for step, time, skipped, scalars, tables in entries:
             if not (type(step) is int and last < step <= _LARGEST_STEP):
-                msg = f"step {step!r:.20} after step {last}"
-                raise ValueError(msg)  # noqa: TRY301
+                raise ValueError(f"step {step!r:.20} after step {last}")  # noqa: TRY301
             last = step
             found = {name: float(x) for name, x in from_json(scalars).items()}
             kept = {table[0]: reader.read(*table) for table in tables}
             if len(kept) < len(tables):
-                msg = f"step {step} has a table twice"
-                raise ValueError(msg)  # noqa: TRY301
+                raise ValueError(f"step {step} has a table twice")  # noqa: TRY301
             records.append(StepRecord(step, float(time), found, catalog, kept, bool(skipped)))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        msg = f"unexpected content: {error!r:.80}"
-        raise DamageError(msg) from None
+        raise DamageError(f"unexpected content: {error!r:.80}") from None
     return records

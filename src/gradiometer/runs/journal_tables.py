@@ -59,8 +59,7 @@ class TableReader:
         self._empty: dict[str, Table] = {}
         size = 8 * sum([self._words(*entry) for entry in entries])
         if size != len(numbers):
-            msg = f"{len(numbers)} bytes of numbers for {len(entries)} tables"
-            raise ValueError(msg)
+            raise ValueError(f"{len(numbers)} bytes of numbers for {len(entries)} tables")
         self._left = torch.frombuffer(numbers, dtype=torch.int64) if size else _none()
 
     def _words(self, kind: str, size: int, has_fingerprints: object) -> int:
@@ -69,8 +68,7 @@ class TableReader:
         is_sparse = of.schema.storage == "sparse"
         most = rows * of.schema.width if is_sparse else rows
         if type(size) is not int or not 0 <= size <= most or not (is_sparse or size == rows):
-            msg = f"table {kind!r:.20} has size {size!r:.20}"
-            raise ValueError(msg)
+            raise ValueError(f"table {kind!r:.20} has size {size!r:.20}")
         width = 2 if is_sparse else of.schema.width + bool(of.schema.flags)
         return size * (width + NUM_FINGERPRINT_COLUMNS * (has_fingerprints is True and not is_sparse))
 
@@ -97,11 +95,9 @@ class TableReader:
             # limits first, lest differences overflow
             inside = not size or (int(places.min()) >= 0 and int(places.max()) < cells)
             if not inside or not (places.diff() > 0).all():
-                msg = f"a table of {kind.name} has places outside of its columns"
-                raise ValueError(msg)
+                raise ValueError(f"a table of {kind.name} has places outside of its columns")
             if schema.dtype == torch.int64 and bool(((values <= 0) | (values > MOST)).any()):
-                msg = f"a table of {kind.name} has counts that no tensor has"
-                raise ValueError(msg)
+                raise ValueError(f"a table of {kind.name} has counts that no tensor has")
             return Table.of_sparse(kind, rows, places, values)
         columns = self._take(size, schema.width).view(schema.dtype)
         flags = self._take(size).to(torch.int32) if schema.flags else None

@@ -88,8 +88,7 @@ def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, s
             return value, None
         digest = pop_digest(path.name, value)
         if digest is not None and closed_with not in {None, digest}:
-            msg = "it is not the version that the run was closed with"
-            raise DamageError(msg)
+            raise DamageError("it is not the version that the run was closed with")
     except (FileNotFoundError, NotADirectoryError):
         return None, None
     except (OSError, ValueError, RecursionError) as error:
@@ -113,8 +112,7 @@ def parse_json(data: bytes) -> Any:
 
 def _int(text: str) -> int:
     if len(text) > _DIGITS:
-        msg = f"the integer {text:.12}... is too long"
-        raise ValueError(msg)
+        raise ValueError(f"the integer {text:.12}... is too long")
     return int(text)
 
 
@@ -130,5 +128,4 @@ def _check_depth(value: Any) -> None:
         ]
         if not level:
             return
-    msg = f"it is nested more than {_DEPTH} levels deep"
-    raise ValueError(msg)
+    raise ValueError(f"it is nested more than {_DEPTH} levels deep")

@@ -124,8 +124,7 @@ def load_kept_step(run_dir: str | Path, *, current: bool = False) -> KeptStep:
             _check_archive(file)
             content = torch.load(file, map_location="cpu", weights_only=True)
         if content["format"] != _FORMAT or content["version"] > _VERSION:
-            msg = "it has another format"
-            raise ValueError(msg)  # noqa: TRY301 with the same advice
+            raise ValueError("it has another format")  # noqa: TRY301 with the same advice
         entry = content["current"] if current or content["first"] is None else content["first"]
         weights = content["weights"] or {}
         kept = KeptStep(**entry, weights=weights, weights_step=content["weights_step"])
@@ -144,8 +143,7 @@ def _check_archive(file: IO[bytes]) -> None:
     size = file.seek(0, 2)
     with zipfile.ZipFile(file) as archive:
         if sum([entry.file_size for entry in archive.infolist()]) > size:
-            msg = "its parts are larger than the file"
-            raise ValueError(msg)
+            raise ValueError("its parts are larger than the file")
     file.seek(0)
 
 
@@ -162,8 +160,7 @@ def _check(kept: KeptStep) -> None:
         "random": isinstance(kept.random, dict) and all([_is_state(*item) for item in kept.random.items()]),
     }
     if wrong := [name for name, fit in fits.items() if not fit]:
-        msg = f"it has no valid {' and '.join(wrong)}"
-        raise ValueError(msg)
+        raise ValueError(f"it has no valid {' and '.join(wrong)}")
 
 
 def _is_dense(value: Any) -> bool:

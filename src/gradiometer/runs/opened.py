@@ -80,8 +80,7 @@ class OpenedRun:
         try:
             thresholds = Thresholds(**{name: float(value) for name, value in info["thresholds"].items()})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            msg = f"{self.path / 'run.json'} has unexpected content ({error!r}): fix it"
-            raise RunError(msg) from None
+            raise RunError(f"{self.path / 'run.json'} has unexpected content ({error!r}): fix it") from None
         self.info, self.catalog, self.thresholds = info, catalog, thresholds
         self._journals = {key: journal for key, journal in found if journal is not None}
         self._files.update(segments, info, catalog, self._journals)
@@ -106,8 +105,7 @@ class OpenedRun:
         known = [attempt.number for attempt in self.attempts]
         if self._last != FOREVER and self._last not in known:
             there = f"it has {known[0]} to {known[-1]}" if known else "it has none"
-            msg = f"{self.path} has no attempt {self._last}; {there}"
-            raise RunError(msg)
+            raise RunError(f"{self.path} has no attempt {self._last}; {there}")
         self._begins = {attempt: first for attempt, first in begins.items() if attempt <= self._last}
         self._ends = {
             attempt: min([first for later, first in self._begins.items() if later > attempt], default=FOREVER)

@@ -107,8 +107,7 @@ class ExponentReader(TableReader):
             msg = f"{self.path} has no histograms of step {step}; there are {len(steps)}, from {steps[0]} to "
             raise RunError(f"{msg}{steps[-1]}, and the nearest is that of step {near}")
         more = "" if self._exponents_of(kind) else "; Monitor(weights=True) records those of weights, too"
-        msg = f"{self.path} has no histograms of {kind} in step {step}{more}"
-        raise RunError(msg)
+        raise RunError(f"{self.path} has no histograms of {kind} in step {step}{more}")
 
     def precisions(
         self, kind: str = "grads", *, first: int | None = None, last: int | None = None

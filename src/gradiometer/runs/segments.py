@@ -218,8 +218,7 @@ class Segments:
             return claims  # it says nothing about this one
         # a process that was killed between the two has replaced only this one
         if steps.tables.get(table) != claims.digest and claims.steps <= steps.steps:
-            msg = f"it is not the version that {path.name} was written with"
-            raise DamageError(msg)
+            raise DamageError(f"it is not the version that {path.name} was written with")
         return claims
 
     def _alone(self, table: str, key: tuple[int, int], file: IO[bytes]) -> Claims:
@@ -232,8 +231,7 @@ class Segments:
         claims = read_claims(file)
         if (claims.table, claims.attempt, claims.first_step) != (table, *key):
             of = segment_path(self.run, claims.table, claims.attempt, claims.first_step)
-            msg = f"its content is that of {of.name}"
-            raise DamageError(msg)
+            raise DamageError(f"its content is that of {of.name}")
         self._whole[path] = now, claims
         return claims
 
@@ -241,8 +239,7 @@ class Segments:
         """Check that a file of steps is the version that was there when the run went on."""
         path = segment_path(self.run, "steps", *key)
         if self._closed_with.get(f"steps/{path.name}", claims.digest) != claims.digest:
-            msg = "it is not the version that the run was closed with"
-            raise DamageError(msg)
+            raise DamageError("it is not the version that the run was closed with")
         following = self._following.get(key)
         if following is None:
             return
@@ -253,8 +250,7 @@ class Segments:
         except (OSError, ValueError):
             return  # it is damaged too, and says nothing about this one
         if previous and previous[:2] == key and previous[2] != claims.digest:
-            msg = f"it is not the version that was there when {after.name} was begun"
-            raise DamageError(msg)
+            raise DamageError(f"it is not the version that was there when {after.name} was begun")
 
 
 def _bytes_of(table: Table) -> int:

@@ -127,8 +127,7 @@ class TableReader(OpenedRun):
         for statistic in statistics:
             if statistic not in schema and statistic not in stored:
                 names = ", ".join(dict.fromkeys([*stored, *schema.names]))
-                msg = f"there is no statistic {statistic!r}; choose from {names}"
-                raise RunError(msg)
+                raise RunError(f"there is no statistic {statistic!r}; choose from {names}")
         steps = self._steps_with(kind, first, last)
         size = len(steps), len(self.catalog.names_of(kind))
         keys = [*self._segments_with(schema.name, first, last)] if statistics else []
@@ -173,8 +172,7 @@ class TableReader(OpenedRun):
             return record
         known = self.steps["step"]
         there = f"it has {len(known)}, from {known[0]} to {known[-1]}" if len(known) else "it has none yet"
-        msg = f"{self.path} has no step {step}; {there}"
-        raise RunError(msg)
+        raise RunError(f"{self.path} has no step {step}; {there}")
 
     def records(self, first: int | None = None, last: int | None = None) -> Iterator[StepRecord]:
         """Iterate over the steps, ascending, from ``first`` to ``last`` inclusive.
@@ -313,8 +311,7 @@ class TableReader(OpenedRun):
         # also those that this run does not record, which have no rows
         schemas = {kind.schema.name: kind.schema for kind in KINDS.values()} | schemas_of(self.catalog)
         if name not in schemas:
-            msg = f"{self.path} has no table {name!r}; choose from {', '.join(schemas)}"
-            raise RunError(msg)
+            raise RunError(f"{self.path} has no table {name!r}; choose from {', '.join(schemas)}")
         return schemas[name]
 
     def _kind(self, kind: str) -> Kind:
