@@ -23,8 +23,7 @@ from gradiometer.recorder import StepRecord
 from gradiometer.runs import journal, open_segment, verify
 from gradiometer.runs.files import RunError
 from gradiometer.runs.format import list_segments
-from gradiometer.runs.frames import frame
-from gradiometer.runs.journal import Journal, JournalWriter, journal_path, list_journals, read_journal
+from gradiometer.runs.journal import Journal, JournalWriter, frame, journal_path, list_journals, read_journal
 from gradiometer.runs.reader import read_run
 from gradiometer.runs.writer import RunRecord
 from support.synthetic_run import (

@@ -19,26 +19,34 @@ ignored.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 import re
+import struct
 import weakref
+import zlib
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 from gradiometer.recorder import Catalog, StepRecord
-from gradiometer.runs.digest import DamageError
 from gradiometer.runs.directory import is_at
 from gradiometer.runs.files import RunError, file_error, open_file, stamp, summary
 from gradiometer.runs.format import LARGEST_ATTEMPT
-from gradiometer.runs.frames import frame, frames
 from gradiometer.runs.info import load_catalog
 from gradiometer.runs.journal_tables import TableReader, buffers_of, entry_of
-from gradiometer.runs.json_files import from_json, parse_json
+from gradiometer.runs.json_files import from_json, parse_json, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 _DAMAGED: Final = "damaged-"
+_MAGIC: Final = b"GRADJNL1"
+_SIZES: Final = struct.Struct("<8sQQ")
+# with the digest and the CRC
+_HEADER: Final = _SIZES.size + 32 + 4
+# a power failure may leave so many zeros
+_BLOCK: Final = 1 << 26
 _LARGEST_STEP: Final = 2**63 - 1
 
 
@@ -89,6 +97,54 @@ def keep_damaged(path: Path) -> Path:
 def list_damaged(run: Path) -> list[tuple[int, int]]:
     """Return attempt and first step of each journal that `keep_damaged` has kept."""
     return list(list_journals(run, _DAMAGED))
+
+
+def frame(values: Any, numbers: Sequence[Any], previous: bytes) -> tuple[list[Any], bytes]:
+    """Return the parts of a frame, and its digest.
+
+    Args:
+        values: of the text.
+        numbers: buffers of Arrow.
+        previous: the digest of the frame before; empty for the first one.
+    """
+    text = json.dumps(plain(values), allow_nan=False).encode()
+    sizes = _SIZES.pack(_MAGIC, len(text), sum([part.size for part in numbers]))
+    digest = _digest(previous, sizes, text, *numbers)
+    head = sizes + digest
+    return [head, zlib.crc32(head).to_bytes(4, "little"), text, *numbers], digest
+
+
+def _digest(*parts: Any) -> bytes:
+    hashed = hashlib.sha256()
+    for part in parts:
+        hashed.update(part)
+    return hashed.digest()
+
+
+def frames(file: IO[bytes]) -> Iterator[tuple[bytes, bytearray]]:
+    """Return text and numbers of each whole frame.
+
+    Raises:
+        ValueError: for a frame that is not as it was written.
+    """
+    at, size, previous = 0, file.seek(0, 2), b""
+    file.seek(0)
+    while len(header := file.read(_HEADER)) == _HEADER:
+        sizes, digest = header[: _SIZES.size], header[_SIZES.size : -4]
+        magic, text_size, numbers_size = _SIZES.unpack(sizes)
+        if magic != _MAGIC or zlib.crc32(header[:-4]).to_bytes(4, "little") != header[-4:]:
+            if not any(header) and not any(file.read(_BLOCK)) and file.tell() == size:
+                return
+            raise ValueError(f"there is no batch of steps at byte {at}")
+        at += _HEADER + text_size + numbers_size
+        if at > size:
+            return
+        text, numbers = file.read(text_size), bytearray(numbers_size)
+        file.readinto(numbers)  # type: ignore[attr-defined]
+        previous = _digest(previous, sizes, text, numbers)
+        if previous != digest:
+            raise ValueError(f"the batch of steps that ends at byte {at} does not match its digest")
+        yield text, numbers
 
 
 class JournalWriter:
@@ -162,13 +218,16 @@ def read_journal(run: Path, attempt: int, first_step: int) -> Journal | None:
     try:
         with open_file(path) as file:
             for text, numbers in frames(file):
-                if catalog is None:
-                    key, found = _read_head(parse_json(text))
-                    if key != (attempt, first_step):
-                        raise DamageError(f"its content is that of {journal_path(run, *key).name}")
-                    catalog = found
-                else:
-                    records += _read_steps(parse_json(text), numbers, catalog, records[-1:])
+                values = parse_json(text)
+                try:
+                    if catalog is None:
+                        key, catalog = _read_head(values)
+                    else:
+                        records += _read_steps(values, numbers, catalog, records[-1:])
+                except (AttributeError, LookupError, TypeError, ValueError) as error:
+                    raise ValueError(f"unexpected content: {error!r:.80}") from None
+                if key != (attempt, first_step):
+                    raise ValueError(f"its content is that of {journal_path(run, *key).name}")  # noqa: TRY301 as for other damage
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (MemoryError, OSError, ValueError, RecursionError) as error:
@@ -179,13 +238,10 @@ def read_journal(run: Path, attempt: int, first_step: int) -> Journal | None:
 
 
 def _read_head(values: Any) -> tuple[tuple[int, int], Catalog]:
-    try:
-        attempt, first_step = operator.index(values["attempt"]), operator.index(values["first_step"])
-        if not 0 <= attempt <= LARGEST_ATTEMPT:
-            raise ValueError(f"attempt {attempt}")  # noqa: TRY301 as for other content
-        return (attempt, first_step), load_catalog(values["catalog"])
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DamageError(f"unexpected content: {error!r:.80}") from None
+    attempt, first_step = operator.index(values["attempt"]), operator.index(values["first_step"])
+    if not 0 <= attempt <= LARGEST_ATTEMPT:
+        raise ValueError(f"attempt {attempt}")
+    return (attempt, first_step), load_catalog(values["catalog"])
 
 
 def _read_steps(
@@ -193,17 +249,14 @@ def _read_steps(
 ) -> list[StepRecord]:
     last = before[-1].step if before else -1
     records = []
-    try:
-        reader = TableReader(catalog, [table for *_, tables in entries for table in tables], numbers)
-        for step, time, skipped, scalars, tables in entries:
-            if not (type(step) is int and last < step <= _LARGEST_STEP):
-                raise ValueError(f"step {step!r:.20} after step {last}")  # noqa: TRY301
-            last = step
-            found = {name: float(x) for name, x in from_json(scalars).items()}
-            kept = {table[0]: reader.read(*table) for table in tables}
-            if len(kept) < len(tables):
-                raise ValueError(f"step {step} has a table twice")  # noqa: TRY301
-            records.append(StepRecord(step, float(time), found, catalog, kept, bool(skipped)))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DamageError(f"unexpected content: {error!r:.80}") from None
+    reader = TableReader(catalog, [table for *_, tables in entries for table in tables], numbers)
+    for step, time, skipped, scalars, tables in entries:
+        if not (type(step) is int and last < step <= _LARGEST_STEP):
+            raise ValueError(f"step {step!r:.20} after step {last}")
+        last = step
+        found = {name: float(x) for name, x in from_json(scalars).items()}
+        kept = {table[0]: reader.read(*table) for table in tables}
+        if len(kept) < len(tables):
+            raise ValueError(f"step {step} has a table twice")
+        records.append(StepRecord(step, float(time), found, catalog, kept, bool(skipped)))
     return records

@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.runs.digest import DamageError, json_digest, pop_digest
+from gradiometer.runs.digest import json_digest, pop_digest
 from gradiometer.runs.files import file_error, open_file, summary
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, s
             return value, None
         digest = pop_digest(path.name, value)
         if digest is not None and closed_with not in {None, digest}:
-            raise DamageError("it is not the version that the run was closed with")
+            raise ValueError("it is not the version that the run was closed with")  # noqa: TRY301 as for other damage
     except (FileNotFoundError, NotADirectoryError):
         return None, None
     except (OSError, ValueError, RecursionError) as error:

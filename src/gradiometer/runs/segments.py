@@ -10,7 +10,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 from gradiometer.runs.arrow import filtered
-from gradiometer.runs.digest import Claims, DamageError, read_claims
+from gradiometer.runs.digest import Claims, read_claims
 from gradiometer.runs.files import RunError, open_file, stamp, stamp_of
 from gradiometer.runs.format import ROW, fields_of, segment_path, step_fields
 from gradiometer.runs.parquet import read_table, unreadable
@@ -218,7 +218,7 @@ class Segments:
             return claims  # it says nothing about this one
         # a process that was killed between the two has replaced only this one
         if steps.tables.get(table) != claims.digest and claims.steps <= steps.steps:
-            raise DamageError(f"it is not the version that {path.name} was written with")
+            raise ValueError(f"it is not the version that {path.name} was written with")
         return claims
 
     def _alone(self, table: str, key: tuple[int, int], file: IO[bytes]) -> Claims:
@@ -231,7 +231,7 @@ class Segments:
         claims = read_claims(file)
         if (claims.table, claims.attempt, claims.first_step) != (table, *key):
             of = segment_path(self.run, claims.table, claims.attempt, claims.first_step)
-            raise DamageError(f"its content is that of {of.name}")
+            raise ValueError(f"its content is that of {of.name}")
         self._whole[path] = now, claims
         return claims
 
@@ -239,7 +239,7 @@ class Segments:
         """Check that a file of steps is the version that was there when the run went on."""
         path = segment_path(self.run, "steps", *key)
         if self._closed_with.get(f"steps/{path.name}", claims.digest) != claims.digest:
-            raise DamageError("it is not the version that the run was closed with")
+            raise ValueError("it is not the version that the run was closed with")
         following = self._following.get(key)
         if following is None:
             return
@@ -250,7 +250,7 @@ class Segments:
         except (OSError, ValueError):
             return  # it is damaged too, and says nothing about this one
         if previous and previous[:2] == key and previous[2] != claims.digest:
-            raise DamageError(f"it is not the version that was there when {after.name} was begun")
+            raise ValueError(f"it is not the version that was there when {after.name} was begun")
 
 
 def _bytes_of(table: Table) -> int:
