@@ -151,6 +151,14 @@ def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
     module.teardown()
 
 
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return a set: writes of a run's files whose names contain one of its words fail, as on a full disk."""
+    from support.synthetic_run import fail_writes
+
+    return fail_writes(monkeypatch)
+
+
 # a pool per file, so that its leftovers (such as ranks that have met more often) do not affect other files
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[RankPool]:

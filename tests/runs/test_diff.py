@@ -16,25 +16,19 @@ from gradiometer.runs import step_diff
 from gradiometer.runs.comparison import BitDifference
 from gradiometer.runs.diff import compare_runs, compared
 from gradiometer.runs.reader import RunError, read_run
-from gradiometer.runs.writer import RunRecord
 from support.changed_records import changed, column
-from support.synthetic_run import NEGATIVES, TAPS, make_catalog, make_info, make_records, write_run
+from support.synthetic_run import NEGATIVES, TAPS, make_catalog, make_records, write_records, write_run
 
 KINDS = ("grads", "weights", "updates")
 
 
-def write(path, change=None, *, steps=20, kinds=("grads",), names=None, first=0, keep=None, **options):
-    """Write a run; ``change(record)`` may alter each step."""
-    every, fingerprint = options.get("every", 1), options.get("fingerprint", False)
-    catalog = options.get("catalog") or make_catalog(4, kinds, names)
-    sink = RunRecord(path, segment_steps=7, segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(catalog, first, every=every, fingerprint=fingerprint))
-    for record in make_records(catalog, steps, first=first, every=every, fingerprint=fingerprint):
-        if keep is not None and record.step not in keep:
-            continue
-        sink.write([record if change is None else change(record)], [])
-    sink.close()
-    return read_run(path)
+def write(path, change=None, *, kinds=("grads",), names=None, first=0, keep=None, catalog=None, **info):
+    """Write a run; ``change(record)`` may alter each step, and ``keep`` has the steps that are written."""
+    catalog, steps = catalog or make_catalog(4, kinds, names), info.pop("steps", 20)
+    records = make_records(catalog, steps, first=first, **info)
+    kept = [record for record in records if keep is None or record.step in keep]
+    records = kept if change is None else map(change, kept)
+    return read_run(write_records(path, catalog, records, first, info=info, segment_steps=7))
 
 
 def at(step, kind, row, name, factor):
