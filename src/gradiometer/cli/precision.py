@@ -80,16 +80,10 @@ class PrecisionOverRun:
 
 
 def look(run: Run, step: int | None, kind: str, formats: Sequence[str] | None) -> PrecisionOverRun:
-    """Return what a run says about formats.
+    """Return what a run says about formats, or all of them.
 
-    Args:
-        run: the run.
-        step: a measured step; negative numbers count from the end, and None is the last one.
-        kind: of the tensors, such as ``"grads"``.
-        formats: None for all.
-
-    Raises:
-        RunError: if there are no histograms of that step or kind; the message says what there is.
+    ``step``: a measured step; negative numbers count from the end, and None is the last one. A RunError if
+    there are no histograms of that step or kind says what there is.
     """
     steps = run.precision_steps
     if step is not None and -len(steps) <= step < 0:

@@ -114,17 +114,10 @@ def json_digest(name: str, value: Mapping[str, Any]) -> str:
 
 
 def pop_digest(name: str, value: Any) -> str | None:
-    """Check the content of a JSON file against its digest, which is removed and returned.
-
-    Args:
-        name: the file's name.
-        value: its content.
-
-    Returns:
-        the digest; None if it is null.
+    """Remove the digest from the content of a JSON file of this name, and return it; None if it is null.
 
     Raises:
-        ValueError: if they differ, or it is missing.
+        ValueError: if the content has another digest, or none.
     """
     if not isinstance(value, dict) or "digest" not in value:
         # a damaged key must not make it a file without a digest

@@ -6,16 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.recorder import KINDS, Catalog, Rows, kinds_of
-from gradiometer.runs.files import RunError
-from gradiometer.runs.format import (
-    FINGERPRINTS,
-    FORMAT,
-    LARGEST_ATTEMPT,
-    ROW,
-    STEPS,
-    TABLE_NAME,
-    VERSION,
-)
+from gradiometer.runs.files import RunError, unfit
+from gradiometer.runs.format import FINGERPRINTS, FORMAT, LARGEST_ATTEMPT, ROW, STEPS, TABLE_NAME, VERSION
 from gradiometer.runs.json_files import encodable, read_json
 
 if TYPE_CHECKING:
@@ -53,28 +45,20 @@ def read_info(path: Path) -> dict[str, Any]:
     }
     if wrong := [key for key, fit in fits.items() if not fit]:
         shown = ", ".join([f"{key}: {info.get(key)!r:.40}" for key in wrong])
-        raise RunError(f"{path / 'run.json'} has unexpected content ({shown}): fix it")
+        raise unfit(path / "run.json", shown)
     return info
 
 
 def catalog_of(path: Path, info: Mapping[str, Any]) -> Catalog:
-    """Return the catalog of run.json.
-
-    Raises:
-        RunError: if it is not one.
-    """
+    """Return the catalog of run.json; a RunError if it is not one."""
     try:
         return load_catalog(info["catalog"])
     except (KeyError, ValueError) as error:
-        raise RunError(f"{path / 'run.json'} has unexpected content ({error!r}): fix it") from None
+        raise unfit(path / "run.json", repr(error)) from None
 
 
 def load_catalog(values: Any) -> Catalog:
-    """Return the catalog of run.json or of a journal.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Return the catalog of run.json or of a journal; a ValueError for anything else."""
     try:
         found = checked_catalog(Catalog.from_dict(values))
         # rules and views ask for derived values of gradients, and of other kinds that they know
@@ -92,11 +76,7 @@ def load_catalog(values: Any) -> Catalog:
 
 
 def checked_catalog(catalog: Catalog) -> Catalog:
-    """Return a catalog whose schemas can be stored as tables.
-
-    Raises:
-        ValueError: for one whose names cannot be those of folders and of columns.
-    """
+    """Return a catalog; a ValueError for one whose names cannot be those of folders and of columns."""
     schemas = {kind.schema.name: kind.schema for kind in catalog.kinds.values()}
     own = {field.name for field in (*ROW, *FINGERPRINTS)} | {"flags"}
     for name in catalog.kinds:
@@ -118,8 +98,7 @@ def checked_catalog(catalog: Catalog) -> Catalog:
 def merged_catalog(catalog: Catalog, old: Catalog | None) -> Catalog:
     """Return the catalog for run.json: these rows, then those that only earlier attempts had.
 
-    Raises:
-        ValueError: if a schema of earlier attempts has another one's name.
+    A ValueError if a schema of earlier attempts has another one's name.
     """
     names = [encodable(name) for name in catalog.names]
     taps = [encodable(name) for name in catalog.taps.names]

@@ -100,12 +100,9 @@ def list_damaged(run: Path) -> list[tuple[int, int]]:
 
 
 def frame(values: Any, numbers: Sequence[Any], previous: bytes) -> tuple[list[Any], bytes]:
-    """Return the parts of a frame, and its digest.
+    """Return the parts of a frame, and its digest; the first frame has an empty one before it.
 
-    Args:
-        values: of the text.
-        numbers: buffers of Arrow.
-        previous: the digest of the frame before; empty for the first one.
+    ``values`` become the text, and ``numbers`` are buffers of Arrow.
     """
     text = json.dumps(plain(values), allow_nan=False).encode()
     sizes = _SIZES.pack(_MAGIC, len(text), sum([part.size for part in numbers]))
@@ -122,11 +119,7 @@ def _digest(*parts: Any) -> bytes:
 
 
 def frames(file: IO[bytes]) -> Iterator[tuple[bytes, bytearray]]:
-    """Return text and numbers of each whole frame.
-
-    Raises:
-        ValueError: for a frame that is not as it was written.
-    """
+    """Return text and numbers of each whole frame; a ValueError for one that is not as it was written."""
     at, size, previous = 0, file.seek(0, 2), b""
     file.seek(0)
     while len(header := file.read(_HEADER)) == _HEADER:
@@ -148,14 +141,7 @@ def frames(file: IO[bytes]) -> Iterator[tuple[bytes, bytearray]]:
 
 
 class JournalWriter:
-    """Appends steps to a new journal.
-
-    Args:
-        run: the folder.
-        attempt: the attempt that writes it.
-        first_step: the first step that will be appended.
-        catalog: the tables of the steps.
-    """
+    """Appends the steps of an attempt to a new journal, from ``first_step`` on."""
 
     def __init__(self, run: Path, attempt: int, first_step: int, catalog: Catalog) -> None:
         self.path = journal_path(run, attempt, first_step)

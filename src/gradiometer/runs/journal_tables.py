@@ -49,8 +49,7 @@ def _none() -> Tensor:
 class TableReader:
     """Reads tables one after another from the numbers of a frame.
 
-    Raises:
-        ValueError, KeyError, TypeError: if the numbers are not those of these tables; so does `read`.
+    A ValueError, KeyError or TypeError if the numbers are not those of these tables; so does `read`.
     """
 
     def __init__(self, catalog: Catalog, entries: Sequence[Any], numbers: bytearray) -> None:

@@ -67,12 +67,8 @@ def json_file(name: str, value: Mapping[str, Any]) -> tuple[bytes, str]:
 def read_json(path: Path, closed_with: str | None = None) -> Any:
     """Return the content of a run's JSON file without its digest; None if the file is missing.
 
-    Args:
-        path: the file.
-        closed_with: the digest that it must have, unless it was set to null by hand.
-
-    Raises:
-        RunError: if it cannot be read, or is not as it was written.
+    ``closed_with``: the digest that it must have, unless it was set to null by hand. A RunError if it cannot
+    be read, or is not as it was written.
     """
     return read_with_digest(path, closed_with)[0]
 
@@ -101,9 +97,8 @@ def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, s
 def parse_json(data: bytes) -> Any:
     """Return the value of a JSON text.
 
-    Raises:
-        ValueError: if it is not JSON, or has integers too long or levels too many.
-        RecursionError: if it has far too many levels.
+    A ValueError if it is not JSON, or has integers too long or levels too many; a RecursionError for far too
+    many levels.
     """
     value = json.loads(data.decode(), parse_int=_int)
     _check_depth(value)

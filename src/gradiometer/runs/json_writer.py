@@ -48,10 +48,7 @@ def info_of(info: RunInfo, catalog: Catalog, old: Mapping[str, Any]) -> dict[str
 class JsonWriter:
     """Holds the content of the JSON files, and writes each that has changed.
 
-    Args:
-        run: the folder.
-        fsync: whether a file survives a power failure.
-        restore: called before a file is written; it makes the folder again if it was removed.
+    ``restore`` is called before a file is written; it makes the folder again if it was removed.
 
     Attributes:
         info: the content of run.json.
@@ -79,11 +76,7 @@ class JsonWriter:
             self._digests.pop("findings.json", None)
 
     def add(self, finding: Finding, attempt: int) -> None:
-        """Add a finding, or replace it by what is known now.
-
-        Raises:
-            TypeError: for an object that is not a finding, or has a field of another type.
-        """
+        """Add a finding, or replace it by what is known now; a TypeError for anything else."""
         entry = checked(finding).to_dict() | {"attempt": attempt}
         self._findings[_key(entry)] = entry
         self._findings_changed = True

@@ -168,11 +168,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _restorable(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the generators that are here, after trying each state on a generator of its own.
-
-    Raises:
-        ValueError: if one of them cannot be restored.
-    """
+    """Return the states of the generators that are here, after trying each on a generator of its own."""
     found = {}
     for name, value in states.items():
         try:
@@ -226,10 +222,7 @@ def kept_path(run_dir: Path, rank: int | None = None) -> Path:
 def move_kept(run_dir: Path, seen: object, attempt: int) -> None:
     """Give the file of an earlier attempt its own name, and no other readers; not one that is newer.
 
-    Args:
-        run_dir: the folder.
-        seen: the `stamp` of the file before this attempt; None if there was none.
-        attempt: the attempt that wrote it.
+    ``seen``: the `stamp` of the file before this attempt; None if there was none.
     """
     path = kept_path(run_dir)
     if seen is None or stamp(path) != seen:
@@ -247,11 +240,7 @@ def write_kept_steps(
     weights: Mapping[str, Tensor] | None,
     weights_step: int | None,
 ) -> None:
-    """Write the file, which only its owner may read; it is replaced at once, or not at all.
-
-    Raises:
-        OSError: if the disk failed.
-    """
+    """Write the file, which only its owner may read; it is replaced at once, or not at all."""
     content = {"format": _FORMAT, "version": _VERSION, "first": first, "current": current}
     data = io.BytesIO()
     torch.save(content | {"weights": weights, "weights_step": weights_step}, data)

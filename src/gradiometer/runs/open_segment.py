@@ -51,16 +51,9 @@ class OpenSegment:
     removed, and the next one begins with the next step. The steps are made into rows as they come, so that
     `save` takes less time.
 
-    Args:
-        run: the folder.
-        catalog: the tables of all steps.
-        attempt: the attempt that writes.
-        last: attempt, first step and digest of the last file of steps; None if unknown.
-        fsync: whether the Parquet files survive a power failure.
-
     Attributes:
         attempt: the attempt that writes.
-        last: as above.
+        last: attempt, first step and digest of the last file of steps; None if unknown.
         saved: how many of the steps are in Parquet files.
     """
 

@@ -89,7 +89,7 @@ class OpenedRun:
         try:
             thresholds = Thresholds(**{name: float(value) for name, value in info["thresholds"].items()})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise RunError(f"{self.path / 'run.json'} has unexpected content ({error!r}): fix it") from None
+            raise unfit(self.path / "run.json", repr(error)) from None
         self.info, self.catalog, self.thresholds = info, catalog, thresholds
         self._journals = {key: journal for key, journal in found if journal is not None}
         self._files.update(segments, info, catalog, self._journals)

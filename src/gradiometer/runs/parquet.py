@@ -59,15 +59,10 @@ def read_table(
     *,
     check_rows: Callable[[pa.Table], None] | None = None,
 ) -> pa.Table:
-    """Read one file.
+    """Return the rows of one file for which the expression ``where`` is true.
 
-    Args:
-        path: the file.
-        check: accepts its content, or raises.
-        fields: the columns that it may have.
-        columns: the columns to read; those that it may lack are left out then.
-        where: an expression that is true for the rows to read.
-        check_rows: accepts these rows, or raises a ValueError.
+    ``check`` raises for a file that it does not accept, and ``check_rows`` for rows. ``fields``: the columns
+    that the file may have; those of ``columns`` that it lacks are left out.
 
     Raises:
         RunError: if the file cannot be read or is not accepted.
