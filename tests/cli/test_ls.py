@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ pytest.importorskip("typer")
 from gradiometer.cli import Exit, ls
 from gradiometer.cli import app as cli
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.runs import RunRecord
-from support.synthetic_run import STARTED, make_catalog, make_info, write_run
+from support.processes import PATH, python
+from support.synthetic_run import STARTED, make_catalog, open_run, write_run
 
 SPIKE = Finding("norm_spike", Severity.WARNING, 2, 2, "grads", "blocks.0.weight", 3.0, 0.0, "x", "y")
 
@@ -63,19 +64,13 @@ def test_the_latest_run_is_the_first(tmp_path):
 def test_a_run_that_another_process_writes_is_running(tmp_path):
     code = """
 import sys
-from support.synthetic_run import make_info, make_catalog
-from gradiometer.runs import RunRecord
-sink = RunRecord(sys.argv[1], fsync=False)
-sink.start(make_info(make_catalog(2)))
+from support.synthetic_run import make_catalog, open_run
+sink = open_run(sys.argv[1], make_catalog(2))
 print("started", flush=True)
 sys.stdin.read()
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "run")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[1],
-    ) as writer:
+    command, pipe = [sys.executable, "-c", code, tmp_path / "run"], subprocess.PIPE
+    with subprocess.Popen(command, env=os.environ | PATH, stdin=pipe, stdout=pipe) as writer:
         assert writer.stdout.readline() == b"started\n"
         assert ls.look(tmp_path)[0].state == "running"
         writer.kill()
@@ -83,16 +78,10 @@ sys.stdin.read()
 
 
 def test_a_run_of_this_process_is_running_and_stays_locked(tmp_path):
-    sink = RunRecord(tmp_path / "run", fsync=False)
-    sink.start(make_info(make_catalog(2)))
+    sink = open_run(tmp_path / "run", make_catalog(2))
     assert ls.look(tmp_path)[0].state == "running"
-    code = f"""
-from pathlib import Path
-from gradiometer.runs import is_taken
-print(is_taken(Path({str(sink.path)!r})))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"
+    code = "import sys, pathlib, gradiometer.runs as runs; print(runs.is_taken(pathlib.Path(sys.argv[1])))"
+    assert python("-c", code, sink.path).stdout == "True\n"
     sink.close()
     assert ls.look(tmp_path)[0].state == "closed"
 

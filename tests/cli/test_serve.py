@@ -9,19 +9,16 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("typer")
 
-import gradiometer as gm
 from gradiometer.cli import Exit
 from gradiometer.cli import app as cli
+from support.processes import PATH
 from support.synthetic_run import write_run
-
-SOURCE = str(Path(gm.__file__).parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +30,7 @@ def run(tmp_path_factory):
 def test_it_prints_the_address_and_serves_until_ctrl_c(run, as_json):
     command = [sys.executable, "-m", "gradiometer", "serve", str(run), *(["--json"] if as_json else [])]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": SOURCE}, **pipes) as process:
+    with subprocess.Popen(command, env=os.environ | PATH, **pipes) as process:
         line = process.stdout.readline()
         if as_json:
             address = json.loads(line)["url"]

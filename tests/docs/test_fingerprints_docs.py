@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 
 import gradiometer as gm
 from support.pages import ROOT, blocks, text
+from support.processes import python
 
 PAGE = "docs/how-to/fingerprints.md"
 pytest.importorskip("pyarrow")
@@ -48,14 +46,7 @@ def test_the_page_runs_and_says_what_it_prints(capsys):
 
 
 def test_the_demo_names_the_step_and_the_tensor_of_the_flipped_bit():
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "fingerprints_demo.py"],
-        env=os.environ | {"PYTHONPATH": str(Path(gm.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = python(ROOT / "docs" / "fingerprints_demo.py")
     assert (done.returncode, done.stderr) == (0, "")
     same, parted = done.stdout.splitlines()
     assert same.endswith("bits: identical for 60 steps")

@@ -25,6 +25,7 @@ from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import RunError, read_run, verify
 from gradiometer.runs.format import arrow_schema, fields_of, step_fields
 from gradiometer.runs.writer import RunRecord
+from support.processes import PATH, python
 from support.synthetic_run import (
     STARTED,
     make_catalog,
@@ -175,9 +176,8 @@ for record in make_records(catalog, 10**6, first=int(sys.argv[2]), batch=7):
 
 
 def start_writer(path, first=0):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(["src", "tests"])}
     command = [sys.executable, "-c", WRITER, str(path), str(first)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=os.environ | PATH, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_killed_writer_leaves_whole_segments_and_its_lock_is_taken_over(tmp_path):
@@ -522,9 +522,7 @@ from gradiometer.runs.reader import read_run
 run = read_run(write_run(sys.argv[1], 5, 20, kinds=("grads", "weights"), segment_steps=8))
 print(len(run.steps), run.matrix("rms")[1].shape, run.tensors().num_rows, len(list(run.records())))
 """
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(["src", "tests"])}
-    command = [sys.executable, "-X", "faulthandler", "-c", code, tmp_path]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = python("-X", "faulthandler", "-c", code, tmp_path)
     assert (done.returncode, done.stdout) == (0, "20 torch.Size([20, 5]) 200 20\n"), done.stderr
 
 
