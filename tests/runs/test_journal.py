@@ -440,10 +440,6 @@ def write_each(sink, records):
     return failed
 
 
-def lost_of(path, total):
-    return total - len(steps_of(path))
-
-
 def close(sink):
     with contextlib.suppress(OSError):
         sink.close()
@@ -494,14 +490,38 @@ def remove_journals(run_dir):
         path.unlink()
 
 
-def removed_journal(tmp_path, sink, records, full):
+def remove_tensors(run_dir):
+    shutil.rmtree(run_dir / "tensors")
+
+
+@pytest.mark.parametrize(
+    ("before", "remove", "recovers", "lost"),
+    [
+        (60, remove_journals, False, 60),
+        # memory holds only some of them
+        (55, remove_journals, True, None),
+        (55, remove_tensors, True, 0),
+        (20, remove_tensors, False, 0),
+    ],
+)
+def test_lost_are_the_steps_that_are_not_on_disk(tmp_path, full, before, remove, recovers, lost):
+    records = list(make_records(CATALOG, 60))
+    sink = open_run(tmp_path, CATALOG, segment_steps=10 if recovers else 1000)
     full.add("tensors")
-    write_each(sink, records)
-    remove_journals(tmp_path)
-    close(sink)
+    write_each(sink, records[:before])
+    remove(tmp_path)
+    if recovers:
+        full.clear()
+    write_each(sink, records[before:])
+    sink.close() if recovers else close(sink)
+    steps = steps_of(tmp_path)
+    assert sink.lost == 60 - len(steps) == (60 - len(steps) if lost is None else lost)
+    assert same_records(read_run(tmp_path).records(), [records[step] for step in steps])
 
 
-def removed_and_gone_back(tmp_path, sink, records, full):
+def test_superseded_steps_that_were_not_on_disk_any_more_are_lost(tmp_path, full):
+    records = list(make_records(CATALOG, 60))
+    sink = open_run(tmp_path, CATALOG)
     full.add("tensors")
     write_each(sink, records[:30])
     remove_journals(tmp_path)
@@ -509,65 +529,17 @@ def removed_and_gone_back(tmp_path, sink, records, full):
     full.clear()
     write_each(sink, records[1:])
     sink.close()
+    assert sink.lost == 30
+    assert same_records(read_run(tmp_path).records(), records)
 
 
-def a_file_in_place_of_the_folder(tmp_path, sink, records, _):
-    write_each(sink, records)
-    shutil.rmtree(tmp_path)
-    tmp_path.write_text("")
+def test_with_a_file_in_place_of_the_folder_all_steps_are_lost(tmp_path):
+    sink = open_run(tmp_path / "run", CATALOG)
+    write_each(sink, make_records(CATALOG, 60))
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("")
     close(sink)
-    tmp_path.unlink()
-    write_run(tmp_path, 3, 0)
-
-
-def no_space_and_removed(remove, tmp_path, sink, records, full):
-    full.add("tensors")
-    write_each(sink, records[:55])
-    remove(tmp_path)
-    full.clear()
-    write_each(sink, records[55:])
-    sink.close()
-
-
-def removed_while_memory_was_full(tmp_path, *rest):
-    no_space_and_removed(remove_journals, tmp_path, *rest)
-
-
-def no_folder_of_tensors(tmp_path, *rest):
-    no_space_and_removed(lambda path: shutil.rmtree(path / "tensors"), tmp_path, *rest)
-
-
-def no_folder_of_tensors_and_no_space(tmp_path, sink, records, full):
-    full.add("tensors")
-    write_each(sink, records[:20])
-    shutil.rmtree(tmp_path / "tensors")
-    write_each(sink, records[20:])
-    close(sink)
-
-
-@pytest.mark.parametrize(
-    ("happens", "lost"),
-    [
-        (removed_journal, 60),
-        (removed_while_memory_was_full, None),
-        (a_file_in_place_of_the_folder, 60),
-        (no_folder_of_tensors, 0),
-        (no_folder_of_tensors_and_no_space, 0),
-        # 30 steps that were superseded, of which none was on disk any more
-        (removed_and_gone_back, 30),
-    ],
-)
-def test_lost_are_the_steps_that_are_not_on_disk(tmp_path, full, happens, lost):
-    run_dir = tmp_path / "run"
-    records = list(make_records(CATALOG, 60))
-    size = 10 if happens in {removed_while_memory_was_full, no_folder_of_tensors} else 1000
-    sink = open_run(run_dir, CATALOG, segment_steps=size)
-    happens(run_dir, sink, records, full)
-    expected = lost_of(run_dir, 60) if lost is None else lost
-    assert sink.lost == expected
-    assert happens is removed_and_gone_back or sink.lost == lost_of(run_dir, 60)
-    found = list(read_run(run_dir).records())
-    assert same_records(found, [records[record.step] for record in found])
+    assert sink.lost == 60
 
 
 def test_a_journal_that_cannot_be_read_for_now_is_left_for_the_next_attempt(tmp_path, monkeypatch):

@@ -107,15 +107,15 @@ def test_rows_come_back_as_they_were(tmp_path, catalog, close, fingerprint):
     for kind in catalog.kinds.values():
         schema = run.catalog.kinds[kind.name].schema
         measured = [record for record in records if record.has(kind.name)]
-        for statistic in ([*schema.index, "numel", *schema.names])[:: 60 if len(schema.index) > 100 else 1]:
+        names = [*schema.index, "numel", *schema.names][:: 60 if len(schema.index) > 100 else 1]
+        for statistic in [*names, *(["flags"] if schema.flags else [])]:
             steps, matrix = run.matrix(statistic, kind.name)
             assert steps == [record.step for record in measured]
-            expected = torch.stack(
-                [
-                    torch.where(x.measured(kind.name), x.value(statistic, kind.name).double(), torch.nan)
-                    for x in measured
-                ]
-            )
+            assert matrix.dtype == torch.float64
+            tables = [record.tables[kind.name] for record in measured]
+            values = [x.flags if statistic == "flags" else x.value(statistic) for x in tables]
+            pairs = zip(tables, values, strict=True)
+            expected = torch.stack([torch.where(x.measured, y.double(), torch.nan) for x, y in pairs])
             torch.testing.assert_close(matrix, expected, rtol=0, atol=0, equal_nan=True)
     # an attempt after a kill moves the journal to files
     write(tmp_path, catalog, 4, first=22)
