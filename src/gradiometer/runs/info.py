@@ -1,4 +1,4 @@
-"""What run.json says of a run, after it is checked, and the catalog in it."""
+"""What run.json and findings.json say of a run, after it is checked, and the catalog."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.recorder import KINDS, Catalog, Rows, kinds_of
+from gradiometer.rules import Finding, checked
 from gradiometer.runs.files import RunError, unfit
 from gradiometer.runs.format import FINGERPRINTS, FORMAT, LARGEST_ATTEMPT, ROW, STEPS, TABLE_NAME, VERSION
 from gradiometer.runs.json_files import encodable, read_json
@@ -119,3 +120,31 @@ def merged_catalog(catalog: Catalog, old: Catalog | None) -> Catalog:
             kinds.setdefault(name, kind)
     parameters = Rows(tuple(names), tuple(shapes), tuple(dtypes))
     return checked_catalog(Catalog(parameters, kinds_of(kinds.values()), Rows(tuple(taps))))
+
+
+def read_findings(path: Path, closed_with: str | None = None) -> list[dict[str, Any]]:
+    """Return the findings of findings.json; each finding has the attempt that saw it last."""
+    content = read_json(path / "findings.json", closed_with)
+    if content is None:
+        return []
+    found = content.get("findings")
+    keys = {"attempt", "rule", "kind", "tensor", "first_step", "last_step", "value", "threshold"}
+    steps = ("attempt", "first_step", "last_step")
+    if (
+        not isinstance(found, list)
+        or not all([isinstance(x, dict) and keys <= x.keys() for x in found])
+        or not all([isinstance(x[name], int) for x in found for name in steps])
+    ):
+        raise unfit(path / "findings.json", f"{content!r:.40}")
+    try:
+        for values in found:
+            finding_of(values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise unfit(path / "findings.json", repr(error)) from None
+    return found
+
+
+def finding_of(values: Mapping[str, Any]) -> Finding:
+    """Return a finding of findings.json; a TypeError or another error if it is not one."""
+    numbers = {name: float(values[name]) for name in ("value", "threshold")}
+    return checked(Finding.from_dict({k: x for k, x in values.items() if k != "attempt"} | numbers))

@@ -155,7 +155,11 @@ class JournalWriter:
         made = [] if self._size else [frame(self._head, [], b"")]
         digest = made[0][1] if made else self._digest
         numbers = [part for x in records for table in x.tables.values() for part in buffers_of(table)]
-        made.append(frame([_entry(x) for x in records], numbers, digest))
+        entries = [
+            [x.step, x.time, x.skipped, x.scalars, [entry_of(table) for table in x.tables.values()]]
+            for x in records
+        ]
+        made.append(frame(entries, numbers, digest))
         data = memoryview(b"".join([part for parts, _ in made for part in parts]))
         if self._file is None:
             # a link that was put there is removed, not followed
@@ -189,11 +193,6 @@ class JournalWriter:
             file.close()
             if remove:
                 self.path.unlink(missing_ok=True)
-
-
-def _entry(record: StepRecord) -> list[Any]:
-    tables = [entry_of(table) for table in record.tables.values()]
-    return [record.step, record.time, record.skipped, record.scalars, tables]
 
 
 def read_journal(run: Path, attempt: int, first_step: int) -> Journal | None:

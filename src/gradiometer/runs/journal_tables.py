@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,10 +43,6 @@ def _buffer(values: Tensor) -> Any:
     return pyarrow().foreign_buffer(values.data_ptr(), values.nbytes, base=values)
 
 
-def _none() -> Tensor:
-    return torch.zeros(0, dtype=torch.int64, device="cpu")
-
-
 class TableReader:
     """Reads tables one after another from the numbers of a frame.
 
@@ -59,7 +56,9 @@ class TableReader:
         size = 8 * sum([self._words(*entry) for entry in entries])
         if size != len(numbers):
             raise ValueError(f"{len(numbers)} bytes of numbers for {len(entries)} tables")
-        self._left = torch.frombuffer(numbers, dtype=torch.int64) if size else _none()
+        self._left = torch.zeros(0, dtype=torch.int64, device="cpu")
+        if size:
+            self._left = torch.frombuffer(numbers, dtype=torch.int64)
 
     def _words(self, kind: str, size: int, has_fingerprints: object) -> int:
         """Return how many numbers a table has."""
@@ -72,9 +71,7 @@ class TableReader:
         return size * (width + NUM_FINGERPRINT_COLUMNS * (has_fingerprints is True and not is_sparse))
 
     def _take(self, *shape: int) -> Tensor:
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         taken, self._left = self._left[:count], self._left[count:]
         return taken.view(shape)
 

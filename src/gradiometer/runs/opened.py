@@ -12,9 +12,8 @@ from gradiometer.columns import Thresholds
 from gradiometer.runs.arrow import cut, joined
 from gradiometer.runs.attempts import Attempt, as_of, list_attempts
 from gradiometer.runs.files import RunError, stamp, unfit
-from gradiometer.runs.findings import finding_of, read_findings
 from gradiometer.runs.format import arrow_schema, list_segments, pyarrow, segment_path, step_fields
-from gradiometer.runs.info import catalog_of, read_info
+from gradiometer.runs.info import catalog_of, finding_of, read_findings, read_info
 from gradiometer.runs.journal import journal_path, list_damaged, list_journals, read_journal
 from gradiometer.runs.json_files import from_json, read_json
 from gradiometer.runs.parquet import unreadable

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from gradiometer.recorder import Catalog, StepRecord, Table
+    from gradiometer.recorder import Catalog, StepRecord
     from gradiometer.runs.format import Field
     from gradiometer.runs.journal import Journal
 
@@ -178,7 +178,9 @@ class Segments:
     def _size(self, table: str, key: tuple[int, int]) -> int:
         if key in self.journals:
             found = [x for record in self.journals[key] for x in record.tables.values()]
-            return sum([_bytes_of(x) for x in found if x.kind.schema.name == table])
+            own = [x for x in found if x.kind.schema.name == table]
+            parts = [x.sparse() if x.kind.schema.storage == "sparse" else [x.values] for x in own]
+            return sum([part.nbytes for of_table in parts for part in of_table])
         seen = stamp(segment_path(self.run, table, *key))
         return 0 if seen is None else seen[1]
 
@@ -228,11 +230,6 @@ class Segments:
             return  # it is damaged too, and says nothing about this one
         if previous and previous[:2] == key and previous[2] != claims.digest:
             raise ValueError(f"it is not the version that was there when {after.name} was begun")
-
-
-def _bytes_of(table: Table) -> int:
-    parts = table.sparse() if table.kind.schema.storage == "sparse" else [table.values]
-    return sum([part.nbytes for part in parts])
 
 
 def _again_if_replaced(path: Path, read: Callable[[], _T]) -> _T:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gradiometer.runs.files import RunError
-from gradiometer.runs.findings import read_findings
 from gradiometer.runs.format import list_segments, list_tables, segment_path
-from gradiometer.runs.info import catalog_of, read_info
+from gradiometer.runs.info import catalog_of, read_findings, read_info
 from gradiometer.runs.journal import journal_path, list_journals, read_journal
 from gradiometer.runs.json_files import read_with_digest
 from gradiometer.runs.segments import Segments
