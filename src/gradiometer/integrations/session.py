@@ -23,10 +23,12 @@ from gradiometer.stats import collect_grads
 from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.amp import GradScaler
     from torch.utils.hooks import RemovableHandle
+
+    from gradiometer.stats import TensorStats
 
 _LOG = logging.getLogger("gradiometer")
 
@@ -190,10 +192,7 @@ class Session:
             self.monitor.record(inv_scale=inv_scale)
         else:
             pairs = [(self._names[p], p) for p in only if p in self._names]
-            thresholds = self._options.get("thresholds", DEFAULT_THRESHOLDS)
-            bits = bool(self._options.get("fingerprint", False))
-            stats = collect_grads(pairs, thresholds=thresholds, inv_scale=inv_scale, fingerprint=bits)
-            self.monitor.record(stats)
+            self.monitor.record(collect_part(pairs, inv_scale, self._options))
         if not self._measured:
             self._measured = True
             self._begun.clear()
@@ -304,6 +303,15 @@ class Session:
     def say(self, message: str) -> None:
         """Log a warning. `warnings` is not used, because a filter may turn its warnings into errors."""
         _LOG.warning("%s: %s", self._caller, one_line(message))
+
+
+def collect_part(
+    pairs: Sequence[tuple[str, Tensor]], inv_scale: Tensor | None, options: Mapping[str, Any]
+) -> TensorStats:
+    """Collect the gradients of some parameters as a monitor with these options does."""
+    thresholds = options.get("thresholds", DEFAULT_THRESHOLDS)
+    bits = bool(options.get("fingerprint", False))
+    return collect_grads(pairs, thresholds=thresholds, inv_scale=inv_scale, fingerprint=bits)
 
 
 def _for_others(state: Mapping[str, Any]) -> dict[str, Any]:
