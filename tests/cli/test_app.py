@@ -48,16 +48,6 @@ def _plain(monkeypatch):
 
 
 @pytest.fixture
-def call(capsys):
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
-@pytest.fixture
 def call_json(call):
     def call_json(*arguments, code=0):
         found, out, err = call(*arguments, "--json")

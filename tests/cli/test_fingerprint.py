@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -19,7 +20,6 @@ pytest.importorskip("typer")
 
 import gradiometer as gm
 from gradiometer.cli import Exit
-from gradiometer.cli import app as cli
 
 needs_safetensors = pytest.mark.skipif(
     importlib.util.find_spec("safetensors") is None, reason="needs safetensors"
@@ -27,16 +27,10 @@ needs_safetensors = pytest.mark.skipif(
 
 
 @pytest.fixture
-def call(capsys, monkeypatch, tmp_path):
+def call(call, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)
-
-    def call(*arguments):
-        code = cli.main(["fingerprint", *arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
+    return functools.partial(call, "fingerprint")
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("typer")
 
 from gradiometer.cli import Exit, ls
-from gradiometer.cli import app as cli
 from gradiometer.rules.finding import Finding, Severity
 from support.processes import PATH, python
 from support.synthetic_run import STARTED, make_catalog, open_run, write_run
@@ -87,44 +86,46 @@ def test_a_run_of_this_process_is_running_and_stays_locked(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["ls", "show"])
-def test_a_folder_of_runs_is_listed(runs, capsys, monkeypatch, command):
+def test_a_folder_of_runs_is_listed(runs, call, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "200")
-    assert cli.main([command, str(runs)]) == Exit.OK
-    out = capsys.readouterr().out
+    code, out, _ = call(command, runs)
+    assert code == Exit.OK
     assert [line.split()[0] for line in out.splitlines()[1:]] == [x.run for x in ls.look(runs)]
 
-    assert cli.main([command, str(runs), "--json"]) == Exit.OK
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(call(command, runs, "--json")[1])
     assert found["folder"] == str(runs)
     assert set(found["runs"][0]) == {
         *("run", "state", "attempts", "steps", "step", "age", "model", "findings", "note")
     }
 
 
-def test_a_folder_without_runs_and_one_that_is_not_there(tmp_path, capsys):
-    assert cli.main(["ls", str(tmp_path)]) == Exit.OK
-    assert capsys.readouterr().out.startswith("no runs in or below ")
-    assert cli.main(["show", str(tmp_path)]) == Exit.UNREADABLE
-    assert "there is no run.json in it" in capsys.readouterr().err
-    assert cli.main(["ls", str(tmp_path / "none")]) == Exit.UNREADABLE
-    assert "is not a folder; pass one that has runs" in capsys.readouterr().err
+def test_a_folder_without_runs_and_one_that_is_not_there(tmp_path, call):
+    code, out, _ = call("ls", tmp_path)
+    assert code == Exit.OK
+    assert out.startswith("no runs in or below ")
+    for words, says in (
+        (("show", tmp_path), "there is no run.json in it"),
+        (("ls", tmp_path / "none"), "is not a folder; pass one that has runs"),
+    ):
+        code, _, err = call(*words)
+        assert code == Exit.UNREADABLE
+        assert says in err
 
 
 @pytest.mark.parametrize("command", ["watch", "report", "verify"])
-def test_other_commands_name_a_run_of_the_folder(tmp_path, capsys, command):
+def test_other_commands_name_a_run_of_the_folder(tmp_path, call, command):
     path = write_run(tmp_path / "a", steps=5, tensors=2)
 
-    assert cli.main([command, str(tmp_path)]) == Exit.UNREADABLE
-    assert (
-        f"there is no run.json in it; pass one of the runs in it, such as {path}" in capsys.readouterr().err
-    )
+    code, _, err = call(command, tmp_path)
+    assert code == Exit.UNREADABLE
+    assert f"there is no run.json in it; pass one of the runs in it, such as {path}" in err
 
 
-def test_names_in_the_list_are_printable(tmp_path, capsys):
+def test_names_in_the_list_are_printable(tmp_path, call):
     write_run(tmp_path / "a\x1b[31m", steps=5, tensors=2)
 
-    assert cli.main(["ls", str(tmp_path)]) == Exit.OK
-    out = capsys.readouterr().out
+    code, out, _ = call("ls", tmp_path)
+    assert code == Exit.OK
     assert "\x1b" not in out
     assert "a\\x1b[31m" in out
 

@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from gradiometer.cli import app as cli
 from gradiometer.recorder import Catalog
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
@@ -93,21 +92,20 @@ def test_an_attempt_that_is_not_there_is_one_line(tmp_path):
         read_run(tmp_path, attempt=2)
 
 
-def test_show_says_which_attempt_it_shows(tmp_path, capsys):
+def test_show_says_which_attempt_it_shows(tmp_path, call):
     write_run(tmp_path, tensors=2, steps=20)
-    assert cli.main(["show", str(tmp_path)]) == 0
-    assert "attempts: " not in capsys.readouterr().out
+    code, out, _ = call("show", tmp_path)
+    assert code == 0
+    assert "attempts: " not in out
     write_run(tmp_path, tensors=2, steps=5, seed=1)
 
-    assert cli.main(["show", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    code, out, _ = call("show", tmp_path)
+    assert code == 0
     assert out.startswith("step 4 ")
     said = "attempts: 1 from step 0, 2 from step 0; attempt 2 wrote this step; --attempt N shows"
     assert said in " ".join(out.split())
-    assert cli.main(["show", str(tmp_path), "--attempt", "1"]) == 0
-    assert capsys.readouterr().out.startswith("step 19 ")
-    assert cli.main(["show", str(tmp_path), "--attempt", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert call("show", tmp_path, "--attempt", 1)[1].startswith("step 19 ")
+    found = json.loads(call("show", tmp_path, "--attempt", 1, "--json")[1])
     assert found["attempt"] == 1
     assert [x["superseded"] for x in found["attempts"]] == [0, None]
 

@@ -33,6 +33,7 @@ from support.synthetic_run import (
     open_run,
     same_records,
     steps_of,
+    write_each,
     write_run,
 )
 
@@ -427,17 +428,6 @@ def test_who_reads_while_the_run_goes_on_sees_every_step_once(tmp_path, seconds)
 
 
 # when the disk fails
-
-
-def write_each(sink, records):
-    """Write one step after another, whatever fails; return how many calls failed."""
-    failed = 0
-    for record in records:
-        try:
-            sink.write([record], [])
-        except OSError:
-            failed += 1
-    return failed
 
 
 def close(sink):

@@ -248,6 +248,17 @@ def write_run(
     return write_records(path, catalog, records, first, info=more, **options)
 
 
+def write_each(sink, records):
+    """Write one step after another, whatever fails; return how many calls failed."""
+    failed = 0
+    for record in records:
+        try:
+            sink.write([record], [])
+        except OSError:
+            failed += 1
+    return failed
+
+
 def fail_writes(monkeypatch):
     """Return a set: writes of a run's files whose names contain one of its words fail, as on a full disk."""
     words, append = set(), JournalWriter.append

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import webbrowser
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -212,7 +213,8 @@ def _ls(
     from gradiometer.cli import ls  # noqa: PLC0415 with rich
 
     found = ls.look(folder)
-    _print(ls.to_dict(folder, found), lambda _: ls.render(folder, found), as_json=as_json)
+    values = {"folder": str(folder), "runs": [asdict(x) for x in found]}
+    _print(values, lambda _: ls.render(folder, found), as_json=as_json)
 
 
 def _show(
@@ -345,7 +347,7 @@ def _fingerprint(
     found = fingerprint.look(file)
     checked = fingerprint.check(found, expected)
     _print(
-        checked.to_dict(),
+        asdict(checked),
         lambda _: fingerprint.render_check(checked, found, expected, file, saved),
         as_json=as_json,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -132,10 +132,6 @@ class Check:
     differing: list[str]
     missing: list[str]
     added: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 def check(found: Mapping[str, str], expected: Mapping[str, str]) -> Check:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from gradiometer.cli import tables
 from gradiometer.rules import Severity, summarize
@@ -100,11 +100,6 @@ def _fault(run: Run) -> str:
     fault = run.blackbox
     last = run.attempts[-1].number if run.attempts else 1
     return "" if fault is None or fault.get("attempt", last) < last else str(summarize(fault))
-
-
-def to_dict(folder: Path, found: Sequence[Listed]) -> dict[str, Any]:
-    """Return plain values."""
-    return {"folder": str(folder), "runs": [asdict(x) for x in found]}
 
 
 def render(folder: Path, found: Sequence[Listed]) -> RenderableType:

@@ -297,9 +297,8 @@ def _most_telling(difference: Difference) -> tuple[str, float | None, float | No
             return 0, 0.0
         if column is not None and column.style == "rare":
             return 1, 0.0
-        return 2 if name.startswith(
-            "sumsq"
-        ) else 3 if column is not None and column.merge == "max" else 4, -apart
+        place = 2 if name.startswith("sumsq") else 3 if column is not None and column.merge == "max" else 4
+        return place, -apart
 
     name = min(difference.values, key=rank)
     a, b = difference.values[name]

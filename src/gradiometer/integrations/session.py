@@ -62,19 +62,13 @@ def while_running(hook: _Hook) -> _Hook:
 
 
 class Session:
-    """Watches consecutive training runs, each with its own `Monitor`.
+    """Watches consecutive training runs, each with its own `Monitor`; a TypeError for an unknown option.
 
-    Args:
-        caller: the name of the callback, for messages.
-        options: arguments of `Monitor`, except the model.
-        logger: the trainer's logger, for findings.
+    ``caller``: the name of the callback, for messages. ``logger``: the trainer's logger, for findings.
 
     Attributes:
         monitor: the monitor of the current or last run; None before the first.
         running: whether a run is being watched.
-
-    Raises:
-        TypeError: for an unknown option.
     """
 
     def __init__(self, caller: str, options: Mapping[str, Any], logger: logging.Logger = _LOG) -> None:
@@ -103,11 +97,8 @@ class Session:
     ) -> None:
         """Start to watch a model, from this step on, or from the state of an earlier monitor.
 
-        Steps are marked as skipped only with a scaler, because nothing else here acts on ``skip_step``.
-
-        Raises:
-            ValueError: for a value that Monitor rejects.
-            ImportError: for a run record or a sink whose package is not installed.
+        Steps are marked as skipped only with a scaler, because nothing else here acts on ``skip_step``. Only
+        an option that Monitor rejects, or a missing package, is an error.
         """
         self.end()
         self._measured = False
@@ -359,9 +350,7 @@ def is_first() -> bool:
 def has_whole_gradients(model: Any, *, sharded: bool) -> bool:
     """Return whether a rank has full gradients, or DTensors, after backward.
 
-    Args:
-        model: the trained model with all its wrappers.
-        sharded: whether the framework reports that ranks hold parts.
+    ``model`` has all its wrappers; ``sharded``: whether the framework reports that ranks hold parts.
     """
     if not isinstance(model, nn.Module):
         return not sharded

@@ -155,9 +155,14 @@ def segment_path(run: Path, table: str, attempt: int, first_step: int) -> Path:
 
 def list_segments(run: Path, table: str = "steps") -> dict[tuple[int, int], Any]:
     """Return the `stamp` of each segment's file in a table, by attempt and first step, ascending."""
+    return list_files(run / table, table, "parquet")
+
+
+def list_files(folder: Path, name: str, suffix: str) -> dict[tuple[int, int], Any]:
+    """Return the `stamp` of each file of this kind, by attempt and first step, ascending."""
     found = {}
-    for path in (run / table).glob(f"{table}-*.parquet"):
-        if match := re.fullmatch(rf"{table}-(\d+)-(\d+)\.parquet", path.name):
+    for path in folder.glob(f"{name}-*.{suffix}"):
+        if match := re.fullmatch(rf"{name}-(\d+)-(\d+)\.{suffix}", path.name):
             found[int(match[1]), int(match[2])] = path
     # after the last name: a segment that has a following one is not replaced any more
     return {key: stamp(path) for key, path in sorted(found.items())}

@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-import re
 import struct
 import weakref
 import zlib
@@ -30,8 +29,8 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 from gradiometer.recorder import Catalog, StepRecord
 from gradiometer.runs.directory import is_at
-from gradiometer.runs.files import RunError, file_error, open_file, stamp, summary
-from gradiometer.runs.format import LARGEST_ATTEMPT
+from gradiometer.runs.files import RunError, file_error, open_file, summary
+from gradiometer.runs.format import LARGEST_ATTEMPT, list_files
 from gradiometer.runs.info import load_catalog
 from gradiometer.runs.journal_tables import TableReader, buffers_of, entry_of
 from gradiometer.runs.json_files import from_json, parse_json, plain
@@ -73,11 +72,7 @@ def journal_path(run: Path, attempt: int, first_step: int) -> Path:
 
 def list_journals(run: Path, prefix: str = "") -> dict[tuple[int, int], Any]:
     """Return the `stamp` of each journal by attempt and first step, ascending."""
-    found = {}
-    for path in run.glob(f"{prefix}journal-*.bin"):
-        if match := re.fullmatch(rf"{prefix}journal-(\d+)-(\d+)\.bin", path.name):
-            found[int(match[1]), int(match[2])] = stamp(path)
-    return dict(sorted(found.items()))
+    return list_files(run, f"{prefix}journal", "bin")
 
 
 def keep_damaged(path: Path) -> Path:

@@ -138,8 +138,8 @@ class OpenedRun:
     def steps(self) -> pa.Table:
         """One row per step, ascending; the columns are `STEPS`, and the norm of each other kind."""
         if self._steps is None:
-            tables = [arrow_schema(step_fields(self.catalog)).empty_table()]
-            self._steps = pyarrow().concat_tables([*tables, *map(self._steps_of, self._segments)])
+            none = arrow_schema(step_fields(self.catalog)).empty_table()
+            self._steps = pyarrow().concat_tables([none, *map(self._steps_of, self._segments)])
         return self._steps
 
     def _steps_of(self, key: tuple[int, int]) -> pa.Table:

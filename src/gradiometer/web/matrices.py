@@ -191,9 +191,7 @@ def _largest(values: Tensor, statistic: Column | Derived) -> list[float | None]:
 def _encode(values: Tensor, *, linear: bool) -> tuple[str, float, float]:
     """Return deflated codes in base64, tensor by tensor, and the values of the lowest and highest code.
 
-    Args:
-        values: ``(columns, N) float64``.
-        linear: whether codes are linear between 0 and 1; otherwise they are linear in log10.
+    ``values`` are ``(columns, N) float64``. Codes are linear between 0 and 1, or else in log10.
     """
     values = values.T.contiguous()
     is_value = (values > 0) & values.isfinite()
