@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from support.pages import blocks, load, text
+from support.pages import blocks, execute, load, text
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -16,9 +16,8 @@ PAGE = "docs/how-to/coord-check.md"
 
 
 def test_the_page_prints_what_it_says(capsys):
-    (code,) = blocks(PAGE)
     random = torch.get_rng_state()
-    exec(code, {})  # noqa: S102 the page's own code
+    execute(*blocks(PAGE))
     torch.set_rng_state(random)
     printed = capsys.readouterr().out
     (said,) = re.findall(r"```text\n(.*?)```", text(PAGE), flags=re.DOTALL)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradiometer as gm
-from support.pages import ROOT, blocks, text
+from support.pages import ROOT, blocks, execute, text
 from support.processes import python
 
 PAGE = "docs/how-to/fingerprints.md"
@@ -29,10 +29,7 @@ def _in_a_folder(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_in_a_folder")
 def test_the_page_runs_and_says_what_it_prints(capsys):
-    assert blocks("docs/how-to/fingerprints.md")
-    scope: dict[str, object] = {}
-    for block in blocks(PAGE):
-        exec(block, scope)  # noqa: S102 the page's own code
+    scope = execute(*blocks(PAGE))
 
     printed = capsys.readouterr().out
     assert "bits: identical for 20 steps\n" in printed

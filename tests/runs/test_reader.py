@@ -22,7 +22,7 @@ from gradiometer.runs.format import arrow_schema, fields_of
 from gradiometer.runs.parquet import to_parquet
 from gradiometer.runs.reader import read_run
 from gradiometer.runs.schema_table import schema_table
-from support.pages import code_of, text
+from support.pages import code_of, execute, text
 from support.synthetic_run import make_catalog, make_records, make_table, open_run, write_records, write_run
 
 pytest.importorskip("pyarrow")
@@ -266,9 +266,7 @@ def test_the_page_reads_a_run_as_it_says(tmp_path, several):
     for name in ("pandas", "polars", "duckdb"):
         pytest.importorskip(name)
     code = code_of(PAGE)
-    scope = {"run_dir": write_run(tmp_path, 6, 40, nonfinite_at=12)}
-    for block in code:
-        exec(block, scope)  # noqa: S102 the page's own code
+    scope = execute(*code, run_dir=write_run(tmp_path, 6, 40, nonfinite_at=12))
     run = scope["run"]
     assert torch.equal(
         torch.tensor(scope["norms"][list(run.catalog.names)].to_numpy()).nan_to_num(-1.0),
@@ -280,9 +278,8 @@ def test_the_page_reads_a_run_as_it_says(tmp_path, several):
     assert scope["largest"][0][:2] == ("blocks.0.bias", math.inf)
     assert str(scope["when"].dtype).startswith("datetime64")
     # a run of several attempts
-    scope = {"run_dir": several, "gm": gm}
-    for block in [code[1].replace("norms =", "# norms ="), code[3].split("\n")[0], *code[4:]]:
-        exec(block, scope)  # noqa: S102
+    blocks = [code[1].replace("norms =", "# norms ="), code[3].split("\n")[0], *code[4:]]
+    scope = execute(*blocks, run_dir=several, gm=gm)
     assert scope["steps"].index.tolist() == sorted([*range(40), *range(30, 40)])
     assert scope["first"].steps["step"].to_pylist() == list(range(40))
     kept = read_run(several).steps

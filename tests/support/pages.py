@@ -27,6 +27,13 @@ def sections(page):
     return {part.splitlines()[0]: code_of(part) for part in text(page).split("\n## ")[1:]}
 
 
+def execute(*code, **scope):
+    """Run blocks of a page one after the other, and return the names that they define, and those of scope."""
+    for block in code:
+        exec(block, scope)  # noqa: S102 the page's own code
+    return scope
+
+
 def load(path):
     """Import a script of docs/ as a module."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / "docs" / path)
