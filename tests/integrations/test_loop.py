@@ -343,22 +343,19 @@ def test_in_a_fullgraph_step_the_error_says_what_to_use():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "error", "says"),
+    ("optimizer", "scaler", "error", "says"),
     [
-        (None, TypeError, r"pass the optimizer too: gm\.watch\(model, optimizer\)"),
-        ("adam", TypeError, "expected a torch.optim.Optimizer, or several, got str"),
-        ([], ValueError, "got no optimizer"),
+        (None, None, TypeError, r"pass the optimizer too: gm\.watch\(model, optimizer\)"),
+        ("adam", None, TypeError, "expected a torch.optim.Optimizer, or several, got str"),
+        ([], None, ValueError, "got no optimizer"),
+        (torch.optim.SGD, 1024.0, TypeError, r"expected scaler=torch.amp.GradScaler.*got float"),
     ],
 )
-def test_what_is_not_an_optimizer_is_refused(optimizer, error, says):
-    with pytest.raises(error, match=says):
-        gm.watch(model_of(), optimizer)
-
-
-def test_what_is_not_a_scaler_is_refused():
+def test_what_is_no_optimizer_or_scaler_is_refused(optimizer, scaler, error, says):
     model = model_of()
-    with pytest.raises(TypeError, match=r"expected scaler=torch.amp.GradScaler.*got float"):
-        gm.watch(model, torch.optim.SGD(model.parameters()), scaler=1024.0)
+    optimizer = optimizer(model.parameters()) if optimizer is torch.optim.SGD else optimizer
+    with pytest.raises(error, match=says):
+        gm.watch(model, optimizer, scaler=scaler)
 
 
 def test_the_optimizer_of_another_model_is_refused():

@@ -64,6 +64,8 @@ def test_what_is_read_is_what_was_written(tmp_path, kinds, every):
     assert run.catalog == catalog
     assert run.info["every"] == every
     assert run.info["closed"]
+    assert run.info["created"] == run.info["attempts"][0]["started"] == STARTED
+    assert run.info["attempts"][0]["ended"] > STARTED
     assert same_records(run.records(), make_records(catalog, 40, every=every, nonfinite_at=9))
     assert len(list((path / "tensors").iterdir())) == len(list((path / "steps").iterdir())) == 3
 
@@ -562,12 +564,6 @@ def test_ten_thousand_names_are_stored_once(tmp_path):
     assert column.path_in_schema == "name"
     assert column.total_uncompressed_size < 2 * sum(map(len, names))  # of 60 thousand rows
     assert run.tensors(names=names[7:8], columns=["name", "step"])["name"].to_pylist() == names[7:8] * 6
-
-
-def test_times_are_those_of_the_run(tmp_path):
-    info = read_run(write_run(tmp_path, 2, 3)).info
-    assert info["created"] == info["attempts"][0]["started"] == STARTED
-    assert info["attempts"][0]["ended"] > STARTED
 
 
 def test_what_it_costs_is_printed(tmp_path, monkeypatch, capsys):

@@ -50,14 +50,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class PrecisionOverRun:
-    """What the command shows.
-
-    Attributes:
-        run: the run's folder.
-        report: of the step.
-        steps: all steps with histograms.
-        trends: each tensor over these steps.
-    """
+    """What the command shows: the report of a step, and each tensor over all steps with histograms."""
 
     run: str
     report: StepPrecision
