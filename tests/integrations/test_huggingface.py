@@ -250,8 +250,7 @@ def test_no_failure_of_ours_ends_the_training(tmp_path, monkeypatch, caplog):
     from gradiometer.monitor.monitor import Monitor
 
     def broken(*_, **__):
-        msg = "out of telemetry"
-        raise RuntimeError(msg)
+        raise RuntimeError("out of telemetry")
 
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
     callback, _ = watched(trainer)

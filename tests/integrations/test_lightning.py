@@ -256,8 +256,7 @@ def test_no_failure_of_ours_ends_the_training(tmp_path, monkeypatch, caplog, met
     from gradiometer.monitor.monitor import Monitor
 
     def broken(*_, **__):
-        msg = "out of telemetry"
-        raise RuntimeError(msg)
+        raise RuntimeError("out of telemetry")
 
     monkeypatch.setattr(Monitor, method, broken)
     saving = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2)
