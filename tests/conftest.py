@@ -20,7 +20,7 @@ from support.rank_pool import RankPool
 from support.unwritten import unwritten_is_nan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
     from types import ModuleType
 
@@ -149,6 +149,26 @@ def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
     if module.run:
         module.run.finish()
     module.teardown()
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs a command, and returns its exit code, stdout and stderr."""
+    from gradiometer.cli import main
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return a set: writes of a run's files whose names contain one of its words fail, as on a full disk."""
+    from support.synthetic_run import fail_writes
+
+    return fail_writes(monkeypatch)
 
 
 # a pool per file, so that its leftovers (such as ranks that have met more often) do not affect other files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,9 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("typer")
 
 from gradiometer.cli import Exit, ls
-from gradiometer.cli import app as cli
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.runs import RunRecord
-from support.synthetic_run import STARTED, make_catalog, make_info, write_run
+from support.processes import PATH, python
+from support.synthetic_run import STARTED, make_catalog, open_run, write_run
 
 SPIKE = Finding("norm_spike", Severity.WARNING, 2, 2, "grads", "blocks.0.weight", 3.0, 0.0, "x", "y")
 
@@ -63,19 +63,13 @@ def test_the_latest_run_is_the_first(tmp_path):
 def test_a_run_that_another_process_writes_is_running(tmp_path):
     code = """
 import sys
-from support.synthetic_run import make_info, make_catalog
-from gradiometer.runs import RunRecord
-sink = RunRecord(sys.argv[1], fsync=False)
-sink.start(make_info(make_catalog(2)))
+from support.synthetic_run import make_catalog, open_run
+sink = open_run(sys.argv[1], make_catalog(2))
 print("started", flush=True)
 sys.stdin.read()
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "run")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[1],
-    ) as writer:
+    command, pipe = [sys.executable, "-c", code, tmp_path / "run"], subprocess.PIPE
+    with subprocess.Popen(command, env=os.environ | PATH, stdin=pipe, stdout=pipe) as writer:
         assert writer.stdout.readline() == b"started\n"
         assert ls.look(tmp_path)[0].state == "running"
         writer.kill()
@@ -83,59 +77,55 @@ sys.stdin.read()
 
 
 def test_a_run_of_this_process_is_running_and_stays_locked(tmp_path):
-    sink = RunRecord(tmp_path / "run", fsync=False)
-    sink.start(make_info(make_catalog(2)))
+    sink = open_run(tmp_path / "run", make_catalog(2))
     assert ls.look(tmp_path)[0].state == "running"
-    code = f"""
-from pathlib import Path
-from gradiometer.runs import is_taken
-print(is_taken(Path({str(sink.path)!r})))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"
+    code = "import sys, pathlib, gradiometer.runs as runs; print(runs.is_taken(pathlib.Path(sys.argv[1])))"
+    assert python("-c", code, sink.path).stdout == "True\n"
     sink.close()
     assert ls.look(tmp_path)[0].state == "closed"
 
 
 @pytest.mark.parametrize("command", ["ls", "show"])
-def test_a_folder_of_runs_is_listed(runs, capsys, monkeypatch, command):
+def test_a_folder_of_runs_is_listed(runs, call, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "200")
-    assert cli.main([command, str(runs)]) == Exit.OK
-    out = capsys.readouterr().out
+    code, out, _ = call(command, runs)
+    assert code == Exit.OK
     assert [line.split()[0] for line in out.splitlines()[1:]] == [x.run for x in ls.look(runs)]
 
-    assert cli.main([command, str(runs), "--json"]) == Exit.OK
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(call(command, runs, "--json")[1])
     assert found["folder"] == str(runs)
     assert set(found["runs"][0]) == {
         *("run", "state", "attempts", "steps", "step", "age", "model", "findings", "note")
     }
 
 
-def test_a_folder_without_runs_and_one_that_is_not_there(tmp_path, capsys):
-    assert cli.main(["ls", str(tmp_path)]) == Exit.OK
-    assert capsys.readouterr().out.startswith("no runs in or below ")
-    assert cli.main(["show", str(tmp_path)]) == Exit.UNREADABLE
-    assert "there is no run.json in it" in capsys.readouterr().err
-    assert cli.main(["ls", str(tmp_path / "none")]) == Exit.UNREADABLE
-    assert "is not a folder; pass one that has runs" in capsys.readouterr().err
+def test_a_folder_without_runs_and_one_that_is_not_there(tmp_path, call):
+    code, out, _ = call("ls", tmp_path)
+    assert code == Exit.OK
+    assert out.startswith("no runs in or below ")
+    for words, says in (
+        (("show", tmp_path), "there is no run.json in it"),
+        (("ls", tmp_path / "none"), "is not a folder; pass one that has runs"),
+    ):
+        code, _, err = call(*words)
+        assert code == Exit.UNREADABLE
+        assert says in err
 
 
 @pytest.mark.parametrize("command", ["watch", "report", "verify"])
-def test_other_commands_name_a_run_of_the_folder(tmp_path, capsys, command):
+def test_other_commands_name_a_run_of_the_folder(tmp_path, call, command):
     path = write_run(tmp_path / "a", steps=5, tensors=2)
 
-    assert cli.main([command, str(tmp_path)]) == Exit.UNREADABLE
-    assert (
-        f"there is no run.json in it; pass one of the runs in it, such as {path}" in capsys.readouterr().err
-    )
+    code, _, err = call(command, tmp_path)
+    assert code == Exit.UNREADABLE
+    assert f"there is no run.json in it; pass one of the runs in it, such as {path}" in err
 
 
-def test_names_in_the_list_are_printable(tmp_path, capsys):
+def test_names_in_the_list_are_printable(tmp_path, call):
     write_run(tmp_path / "a\x1b[31m", steps=5, tensors=2)
 
-    assert cli.main(["ls", str(tmp_path)]) == Exit.OK
-    out = capsys.readouterr().out
+    code, out, _ = call("ls", tmp_path)
+    assert code == Exit.OK
     assert "\x1b" not in out
     assert "a\\x1b[31m" in out
 

@@ -13,7 +13,6 @@ pytest.importorskip("typer")
 
 import gradiometer as gm
 from gradiometer.cli import Exit
-from gradiometer.cli import app as cli
 from support.synthetic_run import write_run
 
 
@@ -31,16 +30,6 @@ def run(tmp_path_factory):
             monitor.record()
             monitor.advance()
     return path
-
-
-@pytest.fixture
-def call(capsys):
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 def test_the_last_step_and_what_changed(run, call):

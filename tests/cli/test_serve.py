@@ -9,19 +9,15 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("typer")
 
-import gradiometer as gm
 from gradiometer.cli import Exit
-from gradiometer.cli import app as cli
+from support.processes import PATH
 from support.synthetic_run import write_run
-
-SOURCE = str(Path(gm.__file__).parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +29,7 @@ def run(tmp_path_factory):
 def test_it_prints_the_address_and_serves_until_ctrl_c(run, as_json):
     command = [sys.executable, "-m", "gradiometer", "serve", str(run), *(["--json"] if as_json else [])]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": SOURCE}, **pipes) as process:
+    with subprocess.Popen(command, env=os.environ | PATH, **pipes) as process:
         line = process.stdout.readline()
         if as_json:
             address = json.loads(line)["url"]
@@ -48,15 +44,16 @@ def test_it_prints_the_address_and_serves_until_ctrl_c(run, as_json):
     assert process.returncode == Exit.INTERRUPTED
 
 
-def test_a_port_in_use_and_no_run_are_one_line(run, tmp_path, capsys):
+def test_a_port_in_use_and_no_run_are_one_line(run, tmp_path, call):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert cli.main(["serve", str(run), "--port", str(port)]) == Exit.UNREADABLE
-        error = capsys.readouterr().err
-        assert f"port {port} of 127.0.0.1 cannot be used" in error
-        assert "pass another --port, or none" in error
-    assert cli.main(["serve", str(tmp_path / "none")]) == Exit.UNREADABLE
-    assert "no such folder" in capsys.readouterr().err
-    assert cli.main(["serve", str(run), "--port", "70000"]) == Exit.USAGE
+        code, _, err = call("serve", run, "--port", port)
+    assert code == Exit.UNREADABLE
+    assert f"port {port} of 127.0.0.1 cannot be used" in err
+    assert "pass another --port, or none" in err
+    code, _, err = call("serve", tmp_path / "none")
+    assert code == Exit.UNREADABLE
+    assert "no such folder" in err
+    assert call("serve", run, "--port", "70000")[0] == Exit.USAGE

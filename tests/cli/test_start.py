@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("typer")
 
 import gradiometer as gm
-
-SOURCE = str(Path(gm.__file__).parents[1])
+from support.processes import SOURCE, python
 
 
 def process(*arguments, **environment):
-    environment = os.environ | {"PYTHONPATH": SOURCE} | environment
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = python(*arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from support.pages import blocks, text
+from support.pages import blocks, execute, text
 
 PAGE = "docs/how-to/activations.md"
 
@@ -12,7 +12,5 @@ PAGE = "docs/how-to/activations.md"
 def test_the_page_runs_and_says_what_it_prints(capsys):
     outputs = re.findall(r"```text\n(.*?)```", text(PAGE), flags=re.DOTALL)
     for block, said in zip(blocks(PAGE), outputs, strict=True):
-        scope: dict[str, object] = {}
-        exec(block, scope)  # noqa: S102 the page's own code
-        scope["taps"].remove()
+        execute(block)["taps"].remove()
         assert capsys.readouterr().out == said

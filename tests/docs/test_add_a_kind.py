@@ -13,7 +13,7 @@ import gradiometer as gm
 from gradiometer.columns import PAIRS
 from gradiometer.recorder import KINDS, Kind, register
 from gradiometer.web import data
-from support.pages import code_of, text
+from support.pages import code_of, execute, text
 
 CODE = code_of(text("docs/how-to/add-a-kind.md"))
 
@@ -23,10 +23,7 @@ def scope(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(KINDS, "negatives", None)
     del KINDS["negatives"]
-    found: dict[str, object] = {}
-    for block in CODE:
-        exec(block, found)  # noqa: S102 the page's own code
-    return found
+    return execute(*CODE)
 
 
 def test_the_kind_is_short():

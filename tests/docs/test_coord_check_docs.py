@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 
 import pytest
 import torch
 
-from support.pages import ROOT, blocks, text
+from support.pages import blocks, execute, load, text
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -17,9 +16,8 @@ PAGE = "docs/how-to/coord-check.md"
 
 
 def test_the_page_prints_what_it_says(capsys):
-    (code,) = blocks(PAGE)
     random = torch.get_rng_state()
-    exec(code, {})  # noqa: S102 the page's own code
+    execute(*blocks(PAGE))
     torch.set_rng_state(random)
     printed = capsys.readouterr().out
     (said,) = re.findall(r"```text\n(.*?)```", text(PAGE), flags=re.DOTALL)
@@ -35,9 +33,7 @@ def test_the_page_prints_what_it_says(capsys):
 
 
 def test_the_transformer(monkeypatch, tmp_path):
-    spec = importlib.util.spec_from_file_location("coord_check_demo", ROOT / "docs" / "coord_check_demo.py")
-    demo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
+    demo = load("coord_check_demo.py")
     monkeypatch.setattr(demo, "WIDTHS", (64, 128, 256))
     monkeypatch.setattr(demo, "STEPS", 3)
     results = standard, mup = [demo.check(mup=mup, seeds=1) for mup in (False, True)]

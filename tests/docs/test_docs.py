@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradiometer as gm
-from support.pages import ROOT, blocks
+from support.pages import ROOT, blocks, execute
 
 pytestmark = pytest.mark.usefixtures("_eager_backend")
 
@@ -23,8 +23,7 @@ def undecorated(code):
 def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loop, step, recorded, updated, inside, bits, ranks = blocks("README.md")
-    scope: dict[str, object] = {}
-    exec(loop, scope)  # noqa: S102 the page's own code
+    scope = execute(loop)
     (table,) = re.findall(
         r"```text\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
     )
@@ -59,8 +58,7 @@ def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
 
 def test_the_page_on_statistics_runs_and_says_what_it_prints(capsys):
     setup, *lists = blocks("docs/how-to/statistics.md")
-    scope: dict[str, object] = {}
-    exec(setup, scope)  # noqa: S102 the page's own code
+    scope = execute(setup)
     assert "0.weight" in capsys.readouterr().out
     pytest.importorskip("pandas")
     lines = [line for line in "".join(lists).splitlines() if not line.startswith("#")]
@@ -79,9 +77,7 @@ def close(one, other):
 
 
 def test_of_two_norms_the_page_says_which_is_right(capsys):
-    (code,) = blocks("docs/explanation/numerics.md")
-    scope: dict[str, object] = {}
-    exec(code, scope)  # noqa: S102 the page's own code
+    scope = execute(*blocks("docs/explanation/numerics.md"))
     assert "a model" in capsys.readouterr().out
     for name, (ours, theirs) in scope["errors"].items():
         assert ours <= 1e-13, name

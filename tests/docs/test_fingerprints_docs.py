@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import gradiometer as gm
-from support.pages import ROOT, blocks, text
+from support.pages import ROOT, blocks, execute, text
+from support.processes import python
 
 PAGE = "docs/how-to/fingerprints.md"
 pytest.importorskip("pyarrow")
@@ -31,10 +29,7 @@ def _in_a_folder(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_in_a_folder")
 def test_the_page_runs_and_says_what_it_prints(capsys):
-    assert blocks("docs/how-to/fingerprints.md")
-    scope: dict[str, object] = {}
-    for block in blocks(PAGE):
-        exec(block, scope)  # noqa: S102 the page's own code
+    scope = execute(*blocks(PAGE))
 
     printed = capsys.readouterr().out
     assert "bits: identical for 20 steps\n" in printed
@@ -48,14 +43,7 @@ def test_the_page_runs_and_says_what_it_prints(capsys):
 
 
 def test_the_demo_names_the_step_and_the_tensor_of_the_flipped_bit():
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "fingerprints_demo.py"],
-        env=os.environ | {"PYTHONPATH": str(Path(gm.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = python(ROOT / "docs" / "fingerprints_demo.py")
     assert (done.returncode, done.stderr) == (0, "")
     same, parted = done.stdout.splitlines()
     assert same.endswith("bits: identical for 60 steps")

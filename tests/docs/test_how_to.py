@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import gradiometer as gm
-from support.pages import ROOT, blocks, sections, text
+from support.pages import ROOT, blocks, execute, sections, text
 from support.synthetic_run import write_run
 
 pytest.importorskip("pyarrow")
@@ -32,11 +30,7 @@ def _in_a_folder(tmp_path, monkeypatch):
 
 def run(page, title=None):
     """Execute a page's first block, and a section or all of them; return what they define."""
-    scope: dict[str, Any] = {}
-    code = blocks(page) if title is None else [blocks(page)[0], *sections(page)[title]]
-    for block in code:
-        exec(block, scope)  # noqa: S102 the page's own code
-    return scope
+    return execute(*(blocks(page) if title is None else [blocks(page)[0], *sections(page)[title]]))
 
 
 def totals(path):
@@ -75,8 +69,7 @@ def test_the_tutorial(capsys):
 
 def test_the_report_page(tmp_path):
     write_run("runs/mine", 6, 20)
-    (code,) = blocks("docs/reference/report-page.md")
-    exec(code, {})  # noqa: S102
+    execute(*blocks("docs/reference/report-page.md"))
     assert (tmp_path / "runs/mine/report.html").stat().st_size == (tmp_path / "page.html").stat().st_size
 
 
@@ -127,11 +120,8 @@ def test_accumulation():
 
 @pytest.mark.usefixtures("_one_thread")
 def test_the_noise_scale():
-    page = "docs/how-to/noise-scale.md"
-    scope: dict[str, Any] = {}
-    *alone, ddp, accumulation = blocks(page)
-    for code in alone:
-        exec(code, scope)  # noqa: S102
+    *alone, ddp, accumulation = blocks("docs/how-to/noise-scale.md")
+    scope = execute(*alone)
     scales = [record.scalars["noise_scale"] for record in read_run("runs/noise").records()]
     assert len(scales) == 100
     # it grows

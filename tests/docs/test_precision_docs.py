@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from support.pages import blocks, text
+from support.pages import blocks, execute, text
 
 PAGE = "docs/how-to/precision.md"
 
@@ -16,8 +16,7 @@ def test_the_page_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     # a run is recorded
     monkeypatch.chdir(tmp_path)
     first, *others = blocks(PAGE)
-    scope: dict[str, object] = {}
-    exec(first, scope)  # noqa: S102 the page's own code
+    scope = execute(first)
     (table,) = re.findall(r"```text\n(.*?)```", text(PAGE), flags=re.DOTALL)
     printed, said = capsys.readouterr().out.splitlines(), table.splitlines()
     assert len(printed) == len(said)
@@ -28,8 +27,7 @@ def test_the_page_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     assert len(weights) > 4
     for name in weights:
         assert rows[0][name] == rows[1][name]
-    for block in others:
-        exec(block, scope)  # noqa: S102
+    scope = execute(*others, **scope)
     assert scope["run"].precision_steps == [0, 10, 20, 30, 40]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[-4:]] == ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4"]

@@ -10,7 +10,7 @@ import pytest
 
 from gradiometer.columns import TENSORS
 from gradiometer.recorder import KINDS
-from support.pages import code_of, text
+from support.pages import code_of, execute, text
 
 PAGE = text("docs/how-to/sinks.md")
 SECTIONS = re.findall(r"^#+ (.+?)\n(.*?)(?=^#+ |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)
@@ -25,9 +25,7 @@ def scope(monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
-    found: dict[str, object] = {}
-    exec(BLOCKS["Sinks: where the steps of a run go"][0], found)  # noqa: S102 the page's own code
-    return found
+    return execute(BLOCKS["Sinks: where the steps of a run go"][0])
 
 
 def run(scope, heading):

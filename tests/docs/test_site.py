@@ -6,12 +6,11 @@ import importlib
 import importlib.util
 import inspect
 import re
-import sys
 
 import pytest
 
 import gradiometer as gm
-from support.pages import ROOT, code_of, text
+from support.pages import ROOT, code_of, load, text
 
 SITE = ROOT / "docs" / ".site"
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
@@ -19,18 +18,9 @@ OTHERS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels_bench/README.
 REPOSITORY = "https://github.com/gradiometer/gradiometer"
 
 
-def load_public_names():
-    spec = importlib.util.spec_from_file_location("public_names", SITE / "public_names.py")
-    module = importlib.util.module_from_spec(spec)
-    # classes look up their module in sys.modules
-    sys.modules["public_names"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def entries():
-    return {entry.shown: entry for entry in load_public_names().entries()}
+    return {entry.shown: entry for entry in load(".site/public_names.py").entries()}
 
 
 def test_every_public_name_has_a_page(entries):

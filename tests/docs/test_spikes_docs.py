@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "spikes.py"
+from support.pages import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
 def spikes() -> Any:
-    spec = importlib.util.spec_from_file_location("spikes", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("spikes.py")
 
 
 def test_a_short_experiment(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gradiometer as gm
 from support.watching import Counter, Sink, time_limit
 
 transformers = pytest.importorskip("transformers")
@@ -249,8 +250,7 @@ def test_no_failure_of_ours_ends_the_training(tmp_path, monkeypatch, caplog):
     from gradiometer.monitor.monitor import Monitor
 
     def broken(*_, **__):
-        msg = "out of telemetry"
-        raise RuntimeError(msg)
+        raise RuntimeError("out of telemetry")
 
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
     callback, _ = watched(trainer)
@@ -318,6 +318,16 @@ def test_bad_arguments_are_refused_at_once(tmp_path):
         trainer.train()
     assert logging.getLogger("gradiometer").handlers == []
     assert sink.info is None
+
+
+def test_watch_gives_a_trainer_its_callback(tmp_path):
+    trainer, sink = make_trainer(tmp_path), Sink()
+    trainer.__class__ = type("Mine", (transformers.Trainer,), {})
+    callback = gm.watch(trainer, rules=(), sinks=[sink])
+    trainer.train()
+    assert (sink.steps, callback.monitor.closed) == ([0, 1, 2, 3], True)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        gm.watch(trainer, evry=2)
 
 
 def test_updates_are_compared_with_the_gradients_of_the_step(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradiometer as gm
 from support.watching import Counter, Sink, time_limit
 
 pl = pytest.importorskip("pytorch_lightning")
@@ -72,10 +73,14 @@ def loader(batches=8):
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 10 * x[:, :1]), batch_size=2)
 
 
-def fit(module, folder, callbacks, package=pl, data=None, ckpt_path=None, **options):
+def make_trainer(folder, callbacks=(), package=pl, **options):
     defaults = {"max_steps": 4, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
-    trainer = package.Trainer(callbacks=callbacks, **(defaults | quiet | options))
+    return package.Trainer(callbacks=list(callbacks), **(defaults | quiet | options))
+
+
+def fit(module, folder, callbacks, package=pl, data=None, ckpt_path=None, **options):
+    trainer = make_trainer(folder, callbacks, package, **options)
     trainer.fit(module, data or loader(), ckpt_path=ckpt_path)
     return trainer
 
@@ -251,8 +256,7 @@ def test_no_failure_of_ours_ends_the_training(tmp_path, monkeypatch, caplog, met
     from gradiometer.monitor.monitor import Monitor
 
     def broken(*_, **__):
-        msg = "out of telemetry"
-        raise RuntimeError(msg)
+        raise RuntimeError("out of telemetry")
 
     monkeypatch.setattr(Monitor, method, broken)
     saving = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2)
@@ -294,9 +298,17 @@ def test_it_serves_both_names_of_the_package(tmp_path, monkeypatch):
         importlib.reload(integration)
 
 
-def test_a_misspelt_option_is_refused_at_once():
-    with pytest.raises(TypeError, match="capcity"):
-        MonitorCallback(capcity=3)
+@pytest.mark.parametrize("name", ["pytorch_lightning", "lightning.pytorch"])
+def test_watch_gives_a_trainer_its_callback(tmp_path, name):
+    package, sink = pytest.importorskip(name), Sink()
+    trainer = make_trainer(tmp_path, package=package)
+    callback = gm.watch(trainer, rules=(), sinks=[sink])
+    module = make_module(package)
+    trainer.fit(module, loader())
+    assert callback in trainer.callbacks
+    assert (sink.steps, callback.monitor.closed) == ([0, 1, 2, 3], True)
+    with pytest.raises(TypeError, match="a Trainer has its own optimizer and scaler"):
+        gm.watch(trainer, torch.optim.SGD(module.parameters()))
 
 
 def test_updates_are_compared_with_the_gradients_of_the_step(tmp_path):

@@ -100,8 +100,7 @@ def test_a_hook_that_fails_is_the_last(caplog):
         @while_running
         def hook(self):
             self.calls += 1
-            msg = "no such attribute"
-            raise AttributeError(msg)
+            raise AttributeError("no such attribute")
 
     callback = Callback()
     callback.hook()

@@ -9,21 +9,17 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from gradiometer.cli import app as cli
 from gradiometer.recorder import Catalog
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import RunError, read_run, verify
-from gradiometer.runs.writer import RunRecord
-from support.synthetic_run import make_catalog, make_info, make_records, same_bits, write_run
+from support.synthetic_run import make_records, same_records, write_records, write_run
 
 NAN = Finding("nonfinite", Severity.ERROR, 3, 3, "grads", "blocks.0.weight", 1.0, 0.0, "in the first", "")
 
 
 def same(a, b):
-    return a.steps.drop(["attempt"]) == b.steps.drop(["attempt"]) and all(
-        same_bits(x, y) for x, y in zip(a.records(), b.records(), strict=True)
-    )
+    return a.steps.drop(["attempt"]) == b.steps.drop(["attempt"]) and same_records(a.records(), b.records())
 
 
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "killed"])
@@ -53,17 +49,12 @@ def test_the_first_attempt_can_be_read_as_it_was(tmp_path, first, steps, close):
 def test_an_attempt_with_another_model_hides_nothing_of_the_first(tmp_path):
     alone = read_run(write_run(tmp_path / "alone", names=["a", "b", "c"], steps=20, every=2))
     write_run(tmp_path / "run", names=["a", "b", "c"], steps=20, every=2)
-    sink = RunRecord(tmp_path / "run", fsync=False)
     catalog = Catalog.of(["c", "d"], [(3,), (4,)], ["float32"] * 2)
-    sink.start(make_info(catalog, model="Other", device="cuda:0"))
-    for record in make_records(catalog, 3):
-        sink.write([record], [])
-    sink.close()
     # and a third, of the second's model
-    sink = RunRecord(tmp_path / "run", fsync=False)
-    sink.start(make_info(catalog, 3, model="Other", device="cuda:0"))
-    sink.write(list(make_records(catalog, 1, first=3)), [])
-    sink.close()
+    for first, steps in ((0, 3), (3, 1)):
+        records = make_records(catalog, steps, first=first)
+        info = {"model": "Other", "device": "cuda:0"}
+        write_records(tmp_path / "run", catalog, records, first, info=info)
 
     run = read_run(tmp_path / "run", attempt=1)
     assert (run.catalog, run.info["model"], run.info["device"]) == (alone.catalog, "Synthetic", "cpu")
@@ -76,11 +67,7 @@ def test_an_attempt_with_another_model_hides_nothing_of_the_first(tmp_path):
 
 def test_the_fault_of_each_attempt_is_kept(tmp_path):
     for message in ("first", "second"):
-        sink = RunRecord(tmp_path, fsync=False)
-        sink.start(make_info(make_catalog(2)))
-        sink.write(list(make_records(make_catalog(2), 3)), [])
-        sink.fault(Fault("exception", message, 2, None, (), ()))
-        sink.close()
+        write_run(tmp_path, tensors=2, steps=3, fault=Fault("exception", message, 2, None, (), ()))
     write_run(tmp_path, tensors=2, steps=3)
 
     assert read_run(tmp_path).blackbox["message"] == "second"
@@ -92,10 +79,7 @@ def test_the_fault_of_each_attempt_is_kept(tmp_path):
 def test_a_damaged_fault_of_an_earlier_attempt_does_not_hold_up_the_next(tmp_path):
     write_run(tmp_path, tensors=2, steps=3)
     (tmp_path / "blackbox.json").write_text("{")
-    sink = RunRecord(tmp_path, fsync=False)
-    sink.start(make_info(make_catalog(2)))
-    sink.fault(Fault("exception", "second", 2, None, (), ()))
-    sink.close()
+    write_run(tmp_path, tensors=2, steps=0, fault=Fault("exception", "second", 2, None, (), ()))
 
     assert read_run(tmp_path).blackbox["message"] == "second"
     assert (tmp_path / "blackbox-damaged-2.json").read_text() == "{"
@@ -108,21 +92,20 @@ def test_an_attempt_that_is_not_there_is_one_line(tmp_path):
         read_run(tmp_path, attempt=2)
 
 
-def test_show_says_which_attempt_it_shows(tmp_path, capsys):
+def test_show_says_which_attempt_it_shows(tmp_path, call):
     write_run(tmp_path, tensors=2, steps=20)
-    assert cli.main(["show", str(tmp_path)]) == 0
-    assert "attempts: " not in capsys.readouterr().out
+    code, out, _ = call("show", tmp_path)
+    assert code == 0
+    assert "attempts: " not in out
     write_run(tmp_path, tensors=2, steps=5, seed=1)
 
-    assert cli.main(["show", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    code, out, _ = call("show", tmp_path)
+    assert code == 0
     assert out.startswith("step 4 ")
     said = "attempts: 1 from step 0, 2 from step 0; attempt 2 wrote this step; --attempt N shows"
     assert said in " ".join(out.split())
-    assert cli.main(["show", str(tmp_path), "--attempt", "1"]) == 0
-    assert capsys.readouterr().out.startswith("step 19 ")
-    assert cli.main(["show", str(tmp_path), "--attempt", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert call("show", tmp_path, "--attempt", 1)[1].startswith("step 19 ")
+    found = json.loads(call("show", tmp_path, "--attempt", 1, "--json")[1])
     assert found["attempt"] == 1
     assert [x["superseded"] for x in found["attempts"]] == [0, None]
 

@@ -20,12 +20,12 @@ from conftest import PROFILE
 from gradiometer.cli import main
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import RankBlackbox, RunError, open_segment, read_run, verify
-from gradiometer.runs.writer import RunRecord
 from support.synthetic_run import (
     edit_info,
+    flip_bit,
     make_catalog,
-    make_info,
     make_records,
+    open_run,
     seal,
     unsealed,
     write_run,
@@ -60,8 +60,7 @@ def write(path, seconds=0):
     catalog = make_catalog(3, KINDS)
     versions = collections.defaultdict(list)
     for first, steps in ((0, 15), (12, 14)):
-        sink = RunRecord(path, segment_steps=SEGMENT, segment_seconds=seconds, fsync=False)
-        sink.start(make_info(catalog, first))
+        sink = open_run(path, catalog, first, segment_steps=SEGMENT, segment_seconds=seconds)
         for record in make_records(catalog, steps, first=first, nonfinite_at=5, seed=first, precision=2):
             step = record.step
             sink.write([record], FOUND if step == 10 else [])
@@ -72,10 +71,7 @@ def write(path, seconds=0):
             for name, data in content(path).items():
                 if data not in versions[name]:
                     versions[name].append(data)
-        if first == 0 or seconds == 0:
-            sink.close()
-        else:
-            sink._free()
+        (sink.close if first == 0 or seconds == 0 else sink._free)()
     RankBlackbox(path, 3).fault(SimpleNamespace(to_dict=lambda: {"reason": "SIGTERM", "step": 3}))
     last = content(path)
     older = {name: [data for data in found if data != last.get(name)] for name, found in versions.items()}
@@ -312,8 +308,7 @@ def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(written, tmp_path,
 def test_a_writer_that_was_killed_between_two_files_leaves_a_whole_run(tmp_path, monkeypatch):
     catalog = make_catalog(2)
     records = list(make_records(catalog, 20))
-    sink = RunRecord(tmp_path, segment_steps=8, segment_seconds=0, fsync=False)
-    sink.start(make_info(catalog))
+    sink = open_run(tmp_path, catalog, segment_steps=8, segment_seconds=0)
     real = open_segment.prepare
 
     def killed(run, path, data, *, sync):
@@ -357,9 +352,7 @@ def test_a_file_without_a_digest_is_damaged_and_pages_are_checked(tmp_path):
     assert [x.name for x in verify(path).of("damaged")] == [f"steps/{file.name}"]
     file.write_bytes(sealed)
     (column,) = [c for c in columns(file) if c.path_in_schema == "loss"]
-    damaged = bytearray(sealed)
-    damaged[column.data_page_offset + column.total_compressed_size - 1] ^= 1
-    file.write_bytes(damaged)
+    flip_bit(file, column.data_page_offset + column.total_compressed_size - 1)
     seal(path)
     with pytest.raises(RunError, match="CRC"):
         read_run(path).steps  # noqa: B018

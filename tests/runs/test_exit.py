@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from gradiometer.runs.journal import JournalWriter
 from gradiometer.runs.reader import read_run
 from gradiometer.runs.verify import verify
 from gradiometer.web.page import contents
+from support.processes import python
 from support.synthetic_run import make_catalog, make_records, write_run
 
 pa = pytest.importorskip("pyarrow")
@@ -35,18 +34,15 @@ print(len(rows), len(os.listdir("/proc/self/task")) - before)
 """
 
 
-def python(code, path):
-    source = Path(__file__).parents[2] / "src"
-    command = [sys.executable, "-W", "ignore", "-c", READ + code, str(path)]
-    environment = os.environ | {"PYTHONPATH": str(source)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+def read(code, path):
+    return python("-W", "ignore", "-c", READ + code, path)
 
 
 def test_processes_that_end_after_a_read_exit_with_0(tmp_path):
     path = write_run(tmp_path / "run", 20, 200)
     with ThreadPoolExecutor(3) as pool:
         codes = [LAST[i % len(LAST)] for i in range(PROCESSES)]
-        found = list(pool.map(lambda code: python(code, path), codes))
+        found = list(pool.map(lambda code: read(code, path), codes))
     assert [(x.returncode, x.stderr) for x in found if x.returncode] == []
 
 
@@ -59,7 +55,7 @@ def test_rows_of_a_journal_are_filtered_without_threads(tmp_path):
     journal = JournalWriter(path, 1, 0, make_catalog(4))
     journal.append(list(make_records(make_catalog(4), 8)))
     journal.close(remove=False)
-    found = python(FILTERED, path)
+    found = read(FILTERED, path)
     assert (found.returncode, found.stdout.split()) == (0, ["20", "0"]), found.stderr
 
 

@@ -23,20 +23,15 @@ from gradiometer.recorder import KINDS
 from gradiometer.rules import Fault, Finding, Severity
 from gradiometer.runs import RunError, parquet, read_run, segments
 from gradiometer.runs.directory import prepare
-from gradiometer.runs.writer import RunRecord
 from gradiometer.stats import Taps
 from gradiometer.web.page import contents, document
-from support.synthetic_run import (
-    edit_info,
-    make_catalog,
-    make_info,
-    make_records,
-    seal,
-    write_run,
-)
+from support.synthetic_run import edit_info, make_catalog, seal, write_run
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
+
+
+SEGMENT = "0001-0000000000.parquet"
 
 
 @pytest.fixture
@@ -46,7 +41,7 @@ def path(tmp_path):
 
 def rewrite(table, change):
     def damage(path):
-        file = path / table / f"{table}-0001-0000000000.parquet"
+        file = path / table / f"{table}-{SEGMENT}"
         pq.write_table(change(pq.read_table(file)), file, store_schema=True)
         seal(path)
 
@@ -55,7 +50,7 @@ def rewrite(table, change):
 
 def padded(path):
     """Put bytes that no row refers to before the footer."""
-    file = path / "tensors" / "tensors-0001-0000000000.parquet"
+    file = path / "tensors" / f"tensors-{SEGMENT}"
     data = file.read_bytes()
     footer = 8 + int.from_bytes(data[-8:-4], "little")
     file.write_bytes(data[:-footer] + os.urandom(3 << 20) + data[-footer:])
@@ -63,7 +58,7 @@ def padded(path):
 
 
 def long_footer(path):
-    file = path / "tensors" / "tensors-0001-0000000000.parquet"
+    file = path / "tensors" / f"tensors-{SEGMENT}"
     data = file.read_bytes()
     file.write_bytes(data[:4] + b"\0" * (3 << 20) + (2 << 20).to_bytes(4, "little") + data[-4:])
     seal(path)
@@ -73,8 +68,13 @@ def replaced(table, name, values):
     return table.set_column(table.column_names.index(name), name, values)
 
 
-def write_json(name, text):
-    return lambda path: (path / name).write_text(text)
+def put(name, content):
+    return lambda path: (path / name).write_bytes(content)
+
+
+def by_hand(name, **content):
+    """Replace the content of a JSON file as one may by hand: its digest is null then."""
+    return put(name, json.dumps(content | {"digest": None}).encode())
 
 
 def info(**changes):
@@ -115,30 +115,55 @@ def values(table, **changes):
     return change
 
 
+NUMBERS_OF_FINDING = dict.fromkeys(("attempt", "first_step", "last_step", "value", "threshold"), 0)
+FINDING = NUMBERS_OF_FINDING | {"rule": "x", "kind": None, "tensor": None, "severity": "info"}
+FINDING |= {"message": "", "advice": ""}
+
+# what is hostile, damaged or changed by hand -> how to make it so, and the expected message
 HOSTILE = {
-    "deep": (write_json("blackbox.json", "[" * 100_000), "blackbox.json cannot be read"),
-    "less deep": (
-        write_json("blackbox.json", '{"a":' * 200 + "1" + "}" * 200),
-        r"blackbox.json cannot be read \(it is nested more than",
+    "no folder": (shutil.rmtree, "run is not a run: there is no such folder; pass the run_dir"),
+    "a file": (
+        lambda path: (shutil.rmtree(path), path.write_text("")),
+        "run is not a run: it is a file, not a folder",
     ),
+    "no info": (lambda path: (path / "run.json").unlink(), "run is not a run: there is no run.json in it"),
+    "torn info": (put("run.json", b'{"format": "gra'), r"run.json cannot be read \(Unterminated"),
+    "not text": (put("run.json", b"\xff"), r"run.json cannot be read \('utf-8'"),
+    "no dict": (put("run.json", b"[]"), "run.json does not have the format gradiometer-run: pass"),
+    "other": (info(format="other"), "run.json does not have the format gradiometer-run"),
+    "newer": (info(version=2), "run of version 2, but .* reads only up to 1: pip install -U"),
+    "version": (info(version="2"), r"has unexpected content \(version: '2'\)"),
+    "no version": (info(version=None), r"unexpected content \(version: None\)"),
+    "no catalog": (info(catalog=None), r"run.json has unexpected content \(KeyError\('catalog'\)\)"),
+    "thresholds": (info(thresholds={"dead": -1}), "run.json has unexpected content"),
+    "no numbers": (info(thresholds=3), "run.json has unexpected content"),
+    "attempts": (info(attempts=[{}]), r"unexpected content \(attempts: \[\{\}\]\)"),
+    "no attempts": (info(attempts=3), r"unexpected content \(attempts: 3\)"),
+    "created": (info(created="x"), r"unexpected content \(created: 'x'\)"),
+    "no digest": (put("findings.json", b"{}"), r"findings.json cannot be read \(its digest is missing"),
+    "no digests": (put("findings.json", b"[3]"), r"findings.json cannot be read \(its digest is missing"),
+    "no findings": (by_hand("findings.json"), r"findings.json has unexpected content \(\{\}\)"),
+    **{
+        f"finding {finding}": (
+            by_hand("findings.json", findings=[finding]),
+            "findings.json has unexpected content",
+        )
+        for finding in ({}, 3, *[FINDING | x for x in ({"severity": "?"}, {"value": "x"}, {"last_step": []})])
+    },
     "long integer": (
-        write_json("findings.json", '[{"attempt": ' + "9" * 400 + "}]"),
+        put("findings.json", b'[{"attempt": ' + b"9" * 400 + b"}]"),
         r"findings.json cannot be read \(the integer 999999999999... is too long",
     ),
-    "steps of findings": (
-        write_json(
-            "findings.json",
-            json.dumps(
-                {
-                    "findings": [
-                        dict.fromkeys(("attempt", "rule", "kind", "tensor", "value", "threshold"), 0)
-                        | {"first_step": "x", "last_step": []}
-                    ],
-                    "digest": None,
-                }
-            ),
-        ),
-        "findings.json has unexpected content",
+    "black box": (put("blackbox.json", b"{"), "blackbox.json cannot be read .*: fix or delete it"),
+    "no black box": (put("blackbox.json", b"[1]"), r"blackbox.json cannot be read \(its digest is missing"),
+    "no attempt": (
+        by_hand("blackbox.json", attempt="x"),
+        r"blackbox.json has unexpected content \(attempt: 'x'\)",
+    ),
+    "deep": (put("blackbox.json", b"[" * 100_000), "blackbox.json cannot be read"),
+    "less deep": (
+        put("blackbox.json", b'{"a":' * 200 + b"1" + b"}" * 200),
+        r"blackbox.json cannot be read \(it is nested more than",
     ),
     "names": (info(catalog=catalog(["w", "w"])), r"run.json has unexpected content .*catalog: names"),
     "no kinds": (info(catalog=catalog(["w"], kinds=[])), r"unexpected content .*catalog: kinds"),
@@ -182,6 +207,16 @@ HOSTILE = {
         rewrite("tensors", lambda t: replaced(t, "name", t["name"].cast(pa.string()))),
         "tensors-.* cannot be read .column name has the type string, not dictionary",
     ),
+    "type of a step": (
+        rewrite("tensors", lambda t: t.set_column(0, "step", pa.array([[0]] * len(t)))),
+        r"tensors-.* cannot be read \(column step has the type list<.*>, not int64",
+    ),
+    "type of a time": (
+        rewrite("steps", lambda t: replaced(t, "time", pa.array([[0.0]] * len(t)))),
+        "steps-.* cannot be read",
+    ),
+    "no steps": (put(f"steps/steps-{SEGMENT}", b"PAR1"), "steps-.* cannot be read .*to read the other steps"),
+    "no tensors": (lambda path: (path / f"tensors/tensors-{SEGMENT}").unlink(), "tensors-.* cannot be read"),
     "missing": (
         rewrite("tensors", lambda t: t.drop_columns(["norm"])),
         "tensors-.* cannot be read .it has no column norm",
@@ -229,16 +264,13 @@ EXPONENTS = {
 }
 
 
+KINDS_WITH_EXPONENTS = ("grads", "weights", "grad_exponents", "weight_exponents")
+
+
 def with_exponents(path):
-    catalog = make_catalog(3, ("grads", "weights", "grad_exponents", "weight_exponents"))
-    sink = RunRecord(path, segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(catalog, precision=2))
-    for record in make_records(catalog, 6, precision=2):
-        finding = Finding("dead", Severity.WARNING, 1, 2, "grads", catalog.names[0], 1.0, 1.0, "m", "a")
-        sink.write([record], [finding])
-    sink.fault(Fault("exception", "boom", 5, None, [], []))
-    sink.close()
-    return path
+    found = Finding("dead", Severity.WARNING, 1, 2, "grads", "blocks.0.weight", 1.0, 1.0, "m", "a")
+    more = {"findings": [found], "fault": Fault("exception", "boom", 5, None, [], [])}
+    return write_run(path, 3, 6, kinds=KINDS_WITH_EXPONENTS, precision=2, **more)
 
 
 @pytest.mark.parametrize("change", EXPONENTS.values(), ids=EXPONENTS.keys())
@@ -352,44 +384,24 @@ def test_a_magnitude_that_is_not_finite_is_shown(tmp_path, name, value):
 ODD = [None, -1, 2**62, "\ud800\x1b[31m", [[]]]
 if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
     ODD += [True, 1e300, {"a": None}, {}, "NaN", -1.5]
-JSON = [
-    *[
-        ("run.json", (key,))
-        for key in ("version", "created", "model", "device", "versions", "every", "ranks")
-    ],
-    *[("run.json", (key,)) for key in ("catalog", "thresholds", "attempts", "closed", "files")],
-    *[("run.json", ("catalog", key)) for key in ("names", "shapes", "dtypes", "taps", "kinds", "schemas")],
-    *[("run.json", ("catalog", key, 0)) for key in ("names", "shapes", "dtypes", "kinds", "schemas")],
-    *[("run.json", ("catalog", "kinds", 0, key)) for key in ("name", "schema", "rows", "order", "option")],
-    *[
-        ("run.json", ("catalog", "schemas", 0, key))
-        for key in ("name", "columns", "dtype", "flags", "storage")
-    ],
-    *[
-        ("run.json", ("catalog", "schemas", 0, "columns", 1, key))
-        for key in ("name", "merge", "style", "unit", "signed", "number")
-    ],
-    ("run.json", ("attempts", 0)),
-    *[
-        ("run.json", ("attempts", 0, key))
-        for key in ("attempt", "first_step", "started", "ended", "lost", "wrote")
-    ],
-    ("run.json", ("thresholds", "max_abs_exploding")),
-    ("findings.json", ("findings",)),
-    ("findings.json", ("findings", 0)),
-    *[
-        ("findings.json", ("findings", 0, key))
-        for key in ("attempt", "rule", "severity", "first_step", "last_step")
-    ],
-    *[
-        ("findings.json", ("findings", 0, key))
-        for key in ("kind", "tensor", "value", "count", "worst_step", "message")
-    ],
-    *[
-        ("blackbox.json", (key,))
-        for key in ("reason", "message", "step", "first_nonfinite", "attempt", "last")
-    ],
+PLACES = [
+    ("run.json", (), "version created model device versions every ranks"),
+    ("run.json", (), "catalog thresholds attempts closed files"),
+    ("run.json", ("catalog",), "names shapes dtypes taps kinds schemas"),
+    *[("run.json", ("catalog", key), "0") for key in ("names", "shapes", "dtypes", "kinds", "schemas")],
+    ("run.json", ("catalog", "kinds", 0), "name schema rows order option"),
+    ("run.json", ("catalog", "schemas", 0), "name columns dtype flags storage"),
+    ("run.json", ("catalog", "schemas", 0, "columns", 1), "name merge style unit signed number"),
+    ("run.json", ("attempts",), "0"),
+    ("run.json", ("attempts", 0), "attempt first_step started ended lost wrote"),
+    ("run.json", ("thresholds",), "max_abs_exploding"),
+    ("findings.json", (), "findings"),
+    ("findings.json", ("findings",), "0"),
+    ("findings.json", ("findings", 0), "attempt rule severity first_step last_step kind"),
+    ("findings.json", ("findings", 0), "tensor value count worst_step message"),
+    ("blackbox.json", (), "reason message step first_nonfinite attempt last"),
 ]
+JSON = [(name, (*place, 0 if key == "0" else key)) for name, place, keys in PLACES for key in keys.split()]
 
 
 def change_json(path, place, value):
@@ -428,7 +440,7 @@ def test_odd_values_in_json_are_refused_or_shown(name, place, tmp_path, capsys):
         change_json(path / name, place, value)
         show_everything(path, capsys)
         with suppress(RunError):
-            write_run(path, 3, 2, kinds=("grads", "weights", "grad_exponents", "weight_exponents"), first=6)
+            write_run(path, 3, 2, kinds=KINDS_WITH_EXPONENTS, first=6)
         shutil.rmtree(path)
 
 
@@ -480,6 +492,7 @@ def test_a_hostile_file_is_named_in_one_line(path, damage, said, monkeypatch):
     with pytest.raises(RunError, match=said) as caught:
         read_everything(path)
     assert not re.search("[\n\x1b]", str(caught.value))
+    assert caught.value.__cause__ is None
     assert pa.total_allocated_bytes() - before < 1 << 27
 
 

@@ -23,37 +23,23 @@ from gradiometer.recorder import StepRecord
 from gradiometer.runs import journal, open_segment, verify
 from gradiometer.runs.files import RunError
 from gradiometer.runs.format import list_segments
-from gradiometer.runs.frames import frame
-from gradiometer.runs.journal import Journal, JournalWriter, journal_path, list_journals, read_journal
+from gradiometer.runs.journal import Journal, JournalWriter, frame, journal_path, list_journals, read_journal
 from gradiometer.runs.reader import read_run
-from gradiometer.runs.writer import RunRecord
 from support.synthetic_run import (
-    fail_writes,
+    flip_bit,
     make_catalog,
-    make_info,
     make_records,
     make_table,
-    same_bits,
+    open_run,
+    same_records,
+    steps_of,
+    write_each,
     write_run,
 )
 
-pytest.importorskip("pyarrow")
+pa = pytest.importorskip("pyarrow")
 DEEP = PROFILE == "deep"
 CATALOG = make_catalog(3, ("grads", "weights"))
-
-
-def opened(path, first=0, catalog=CATALOG, **options):
-    sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
-    sink.start(make_info(catalog, first))
-    return sink
-
-
-def same(ones, others):
-    return len(ones := list(ones)) == len(others := list(others)) and all(map(same_bits, ones, others))
-
-
-def steps_of(path):
-    return read_run(path).steps["step"].to_pylist()
 
 
 def odd_records():
@@ -86,7 +72,7 @@ def test_what_is_read_is_what_was_appended_bit_by_bit(tmp_path):
     assert found.catalog == CATALOG
     assert found.error is None
     escaped = {k.replace("\ud800", "\\ud800"): v for k, v in records[0].scalars.items()}
-    assert same(found.records, [replace(records[0], scalars=escaped), *records[1:]])
+    assert same_records(found.records, [replace(records[0], scalars=escaped), *records[1:]])
     out.close(remove=True)
     assert read_journal(tmp_path, 2, 0) is None
     assert list(tmp_path.iterdir()) == []
@@ -126,12 +112,12 @@ def test_of_a_journal_that_was_cut_off_all_whole_batches_are_read(tmp_path, whol
         found = reread(tmp_path, data[:size])
         left = max([n for end, n in ends if end <= size], default=0)
         assert found.error is None
-        assert same(found.records, records[:left])
+        assert same_records(found.records, records[:left])
         # a power failure may leave zeros
         if size in {0, *(end for end, _ in ends)}:
             found = reread(tmp_path, data[:size] + bytes(5000))
             assert found.error is None
-            assert same(found.records, records[:left])
+            assert same_records(found.records, records[:left])
 
 
 def test_every_changed_byte_is_noticed_and_the_steps_before_it_are_kept(tmp_path, whole):
@@ -143,7 +129,7 @@ def test_every_changed_byte_is_noticed_and_the_steps_before_it_are_kept(tmp_path
         found = reread(tmp_path, changed)
         assert found.error is not None, place
         left = max([n for end, n in ends if end <= place], default=0)
-        assert same(found.records, records[:left])
+        assert same_records(found.records, records[:left])
 
 
 def test_batches_in_another_order_or_of_another_journal_are_noticed(tmp_path, whole):
@@ -153,7 +139,7 @@ def test_batches_in_another_order_or_of_another_journal_are_noticed(tmp_path, wh
     for order in ([0, 2, 1, 3], [0, 1, 1, 2, 3], [0, 1, 3], [1, 2, 3], [0, 1, 2, 3, 3]):
         found = reread(tmp_path, b"".join([parts[i] for i in order]))
         assert found.error is not None, order
-        assert same(found.records, records[: len(found.records)])
+        assert same_records(found.records, records[: len(found.records)])
     journal_path(tmp_path, 2, 9).write_bytes(data)
     found = read_journal(tmp_path, 2, 9)
     assert found.records == []
@@ -170,68 +156,57 @@ def counts(positions, values):
     return torch.tensor([*positions, *values]).numpy().tobytes()
 
 
+HEADS = [
+    *({}, None, []),
+    *[HEAD | {"catalog": x} for x in ({}, None, OTHER, HEAD["catalog"] | {"shapes": 3})],
+    *[HEAD | {"attempt": x} for x in ("1", 2**31)],
+]
+BATCHES = [
+    *(5, {"a": 1}, [[]], [STEP[:4]], [STEP, STEP], [[0, None, False, {}, []]]),
+    *[[[step, *STEP[1:]]] for step in ("0", True, -1, 2**63, 10**30)],
+    *[[[0, 1.0, False, scalars, []]] for scalars in ([], {"loss": "much"}, {"loss": {}})],
+    eval("[" * 60 + "]" * 60),  # noqa: S307
+]
+TABLES = [
+    (3, b""),
+    (["grads"], b""),
+    ([["grads", 1, False]], b""),
+    ([["grads", 1, False]], GRADS[1:]),
+    ([["grads", 1, True]], GRADS),
+    ([["grads", 2, False]], 2 * GRADS),
+    ([["grads", True, False]], GRADS),
+    ([["grads", 1, False]] * 2, 2 * GRADS),
+    ([["other", 1, False]], GRADS),
+    ([[["grads"], 1, False]], GRADS),
+    ([["grad_exponents", 1]], counts([5], [1])),
+    ([["grad_exponents", -1, False]], b""),
+    ([["grad_exponents", 10**12, False]], counts([5], [1])),
+    ([["grad_exponents", 2, False]], counts([5], [1])),
+    ([["grad_exponents", 2, False]], counts([5, 5], [1, 1])),
+    ([["grad_exponents", 2, False]], counts([-1, 3], [1, 1])),
+    ([["grad_exponents", 2, False]], counts([5, 960], [1, 1])),
+    ([["grad_exponents", 2, False]], counts([5, 6], [1, 0])),
+    ([["grad_exponents", 2, False]], counts([5, 6], [1, 2**53 + 1])),
+    # differences that wrap around to positive ones
+    ([["grad_exponents", 5, False]], counts([0, 2**62, -(2**63), -(2**62), 5], [1] * 5)),
+]
+
+
 @pytest.mark.parametrize(
     ("entries", "numbers"),
     [
-        ([{}], b""),
-        ([None], b""),
-        ([[]], b""),
-        ([HEAD | {"catalog": {}}], b""),
-        ([HEAD | {"catalog": None}], b""),
-        ([HEAD | {"catalog": OTHER}], b""),
-        ([HEAD | {"catalog": HEAD["catalog"] | {"shapes": 3}}], b""),
-        ([HEAD | {"attempt": "1"}], b""),
-        ([HEAD, 5], b""),
-        ([HEAD, {"a": 1}], b""),
-        ([HEAD, [[]]], b""),
-        ([HEAD, [STEP[:4]]], b""),
-        ([HEAD, [["0", *STEP[1:]]]], b""),
-        ([HEAD, [[True, *STEP[1:]]]], b""),
-        ([HEAD | {"attempt": 2**31}], b""),
-        ([HEAD, [[-1, *STEP[1:]]]], b""),
-        ([HEAD, [[2**63, *STEP[1:]]]], b""),
-        ([HEAD, [[10**30, *STEP[1:]]]], b""),
-        ([HEAD, [STEP, STEP]], b""),
+        *[([head], b"") for head in HEADS],
+        *[([HEAD, batch], b"") for batch in BATCHES],
         ([HEAD, [STEP], [STEP]], b""),
-        ([HEAD, [[0, None, False, {}, []]]], b""),
-        ([HEAD, [[0, 1.0, False, [], []]]], b""),
-        ([HEAD, [[0, 1.0, False, {"loss": "much"}, []]]], b""),
-        ([HEAD, [[0, 1.0, False, {"loss": {}}, []]]], b""),
         ([HEAD, [STEP]], bytes(8)),
-        ([HEAD, eval("[" * 60 + "]" * 60)], b""),  # noqa: S307
-        *[
-            ([HEAD, [[0, 1.0, False, {}, tables]]], numbers)
-            for tables, numbers in [
-                (3, b""),
-                (["grads"], b""),
-                ([["grads", 1, False]], b""),
-                ([["grads", 1, False]], GRADS[1:]),
-                ([["grads", 1, True]], GRADS),
-                ([["grads", 2, False]], 2 * GRADS),
-                ([["grads", True, False]], GRADS),
-                ([["grads", 1, False]] * 2, 2 * GRADS),
-                ([["other", 1, False]], GRADS),
-                ([[["grads"], 1, False]], GRADS),
-                ([["grad_exponents", 1]], counts([5], [1])),
-                ([["grad_exponents", -1, False]], b""),
-                ([["grad_exponents", 10**12, False]], counts([5], [1])),
-                ([["grad_exponents", 2, False]], counts([5], [1])),
-                ([["grad_exponents", 2, False]], counts([5, 5], [1, 1])),
-                ([["grad_exponents", 2, False]], counts([-1, 3], [1, 1])),
-                ([["grad_exponents", 2, False]], counts([5, 960], [1, 1])),
-                ([["grad_exponents", 2, False]], counts([5, 6], [1, 0])),
-                ([["grad_exponents", 2, False]], counts([5, 6], [1, 2**53 + 1])),
-                # differences that wrap around to positive ones
-                ([["grad_exponents", 5, False]], counts([0, 2**62, -(2**63), -(2**62), 5], [1] * 5)),
-            ]
-        ],
+        *[([HEAD, [[0, 1.0, False, {}, tables]]], numbers) for tables, numbers in TABLES],
     ],
 )
 def test_content_that_is_no_journal_is_refused_though_its_digest_is_right(tmp_path, entries, numbers):
     data, digest = b"", b""
     for i, value in enumerate(entries):
         last = i == len(entries) - 1
-        parts, digest = frame(value, [memory(numbers)] if last and numbers else [], digest)
+        parts, digest = frame(value, [pa.py_buffer(numbers)] if last and numbers else [], digest)
         data += b"".join(bytes(part) for part in parts)
     found = reread(tmp_path, data)
     assert isinstance(found.error, RunError)
@@ -244,12 +219,6 @@ def test_content_that_is_no_journal_is_refused_though_its_digest_is_right(tmp_pa
     assert list(run.damaged) == ["journal-0001-0000000000.bin"]
     assert run.steps["step"].to_pylist() == [0, 1, 2, 3]
     assert [file.name for file in verify(tmp_path / "run").of("damaged")] == ["journal-0001-0000000000.bin"]
-
-
-def memory(numbers):
-    import pyarrow as pa
-
-    return pa.py_buffer(numbers)
 
 
 def test_a_batch_that_claims_more_than_the_file_has_takes_no_memory(tmp_path):
@@ -265,7 +234,7 @@ def test_a_batch_that_claims_more_than_the_file_has_takes_no_memory(tmp_path):
 
 def test_the_steps_of_a_killed_process_are_read_and_get_into_parquet_files(tmp_path):
     records = list(make_records(CATALOG, 14, every=2, nonfinite_at=12))
-    sink = opened(tmp_path, segment_steps=10)
+    sink = open_run(tmp_path, CATALOG, segment_steps=10)
     for record in records:
         sink.write([record], [])
     assert list(list_journals(tmp_path)) == [(1, 10)]
@@ -273,7 +242,7 @@ def test_the_steps_of_a_killed_process_are_read_and_get_into_parquet_files(tmp_p
 
     def read():
         run = read_run(tmp_path)
-        assert same(run.records(), records)
+        assert same_records(run.records(), records)
         assert run.tensors(
             first=9, last=12, kind="weights", names="blocks.0.bias", columns=["step"]
         ).to_pydict() == {"step": [10, 12]}
@@ -284,7 +253,7 @@ def test_the_steps_of_a_killed_process_are_read_and_get_into_parquet_files(tmp_p
         return repr([run.steps.to_pydict(), run.tensors().to_pydict(), found])
 
     before = read()
-    opened(tmp_path, first=14).close()
+    open_run(tmp_path, CATALOG, first=14).close()
     assert list_journals(tmp_path) == {}
     assert list(list_segments(tmp_path)) == [(1, 0), (1, 10)]
     assert read() == before
@@ -293,84 +262,74 @@ def test_the_steps_of_a_killed_process_are_read_and_get_into_parquet_files(tmp_p
 def test_an_attempt_that_has_only_a_journal_supersedes_and_is_superseded(tmp_path):
     write_run(tmp_path, 3, 20, kinds=CATALOG.kinds, segment_steps=8)
     second = list(make_records(CATALOG, 6, first=9, seed=1))
-    sink = opened(tmp_path, first=9)
+    sink = open_run(tmp_path, CATALOG, first=9)
     sink.write(second, [])
     sink._free()
     run = read_run(tmp_path)
     assert run.steps["attempt"].to_pylist() == [1] * 9 + [2] * 6
-    assert same(run.records(9), second)
+    assert same_records(run.records(9), second)
     third = list(make_records(CATALOG, 2, first=12, seed=2))
-    sink = opened(tmp_path, first=12)
+    sink = open_run(tmp_path, CATALOG, first=12)
     sink.write(third, [])
     run = read_run(tmp_path)
     assert run.steps["attempt"].to_pylist() == [1] * 9 + [2] * 3 + [3] * 2
-    assert same(run.records(9), [*second[:3], *third])
+    assert same_records(run.records(9), [*second[:3], *third])
     sink.close()
-    assert same(read_run(tmp_path).records(9), [*second[:3], *third])
+    assert same_records(read_run(tmp_path).records(9), [*second[:3], *third])
 
 
 def test_a_process_killed_between_parquet_and_journal_leaves_no_step_twice(tmp_path, monkeypatch):
     records = list(make_records(CATALOG, 12))
-    sink = opened(tmp_path, segment_steps=10)
+    sink = open_run(tmp_path, CATALOG, segment_steps=10)
     sink.write(records[:4], [])
     monkeypatch.setattr(JournalWriter, "close", lambda *_, **__: None)
     sink._flush(now=True)
     assert list(list_journals(tmp_path)) == list(list_segments(tmp_path)) == [(1, 0)]
-    assert same(read_run(tmp_path).records(), records[:4])
+    assert same_records(read_run(tmp_path).records(), records[:4])
     # it was not killed, but could not remove the journal
     sink.write(records[4:7], [])
     assert list(list_journals(tmp_path)) == [(1, 0), (1, 4)]
-    assert same(read_run(tmp_path).records(), records[:7])
+    assert same_records(read_run(tmp_path).records(), records[:7])
     sink.write(records[7:], [])
-    assert same(read_run(tmp_path).records(), records)
+    assert same_records(read_run(tmp_path).records(), records)
     assert verify(tmp_path).whole
     sink._free()
-    opened(tmp_path, first=12).close()
-    assert same(read_run(tmp_path).records(), records)
+    open_run(tmp_path, CATALOG, first=12).close()
+    assert same_records(read_run(tmp_path).records(), records)
     assert sum(x.recorded for x in read_run(tmp_path).records()) == 12
     assert list_journals(tmp_path) == {}
 
 
 def test_a_journal_that_was_removed_is_made_again(tmp_path, monkeypatch):
     records = list(make_records(CATALOG, 9))
-    sink = opened(tmp_path)
+    sink = open_run(tmp_path, CATALOG)
     sink.write(records[:4], [])
     journal_path(tmp_path, 1, 0).unlink()
     sink.write(records[4:6], [])
-    assert same(read_run(tmp_path).records(), records[:6])
+    assert same_records(read_run(tmp_path).records(), records[:6])
     # when the rows of its steps are made, these are all that is left
     monkeypatch.setattr(open_segment, "_BATCH", 1)
     sink.write(records[6:7], [])
     remove_journals(tmp_path)
     sink.write(records[7:8], [])
-    assert same(read_run(tmp_path).records(), records[:8])
+    assert same_records(read_run(tmp_path).records(), records[:8])
     sink.write(records[8:], [])
     sink.close()
-    assert same(read_run(tmp_path).records(), records)
+    assert same_records(read_run(tmp_path).records(), records)
     assert sink.lost == 0
 
 
-def test_steps_that_only_the_journal_could_take_stay_in_it(tmp_path, monkeypatch):
+def test_steps_that_only_the_journal_could_take_stay_in_it(tmp_path, full):
     records = list(make_records(CATALOG, 60))
-
-    def check(path):
-        if path.parent.name == "tensors":
-            raise OSError(28, "No space left on device")
-
-    sink = opened(tmp_path, segment_steps=10)
-    with monkeypatch.context() as patch:
-        fail_writes(patch, check)
-        for record in records[:55]:
-            try:
-                sink.write([record], [])
-            except OSError as error:
-                assert "No space" in str(error)  # noqa: PT017 most calls pause
-        (key,) = list_journals(tmp_path)
-        in_journal = [record.step for record in read_journal(tmp_path, *key).records]
-        assert in_journal == list(range(len(in_journal)))
-        assert len(in_journal) >= 9
-        found = steps_of(tmp_path)
-    assert found == in_journal
+    sink = open_run(tmp_path, CATALOG, segment_steps=10)
+    full.add("tensors")
+    assert write_each(sink, records[:55])
+    (key,) = list_journals(tmp_path)
+    in_journal = [record.step for record in read_journal(tmp_path, *key).records]
+    assert in_journal == list(range(len(in_journal)))
+    assert len(in_journal) >= 9
+    assert steps_of(tmp_path) == in_journal
+    full.clear()
     sink.write(records[55:], [])
     sink.close()
     # the four segments that memory holds, and those in the journal
@@ -378,8 +337,8 @@ def test_steps_that_only_the_journal_could_take_stay_in_it(tmp_path, monkeypatch
     assert found[: len(in_journal)] == in_journal
     assert found[-39:] == list(range(21, 60))
     assert sink.lost == 60 - len(found)
-    assert same(read_run(tmp_path).records(), [records[step] for step in found])
-    opened(tmp_path, first=60).close()
+    assert same_records(read_run(tmp_path).records(), [records[step] for step in found])
+    open_run(tmp_path, CATALOG, first=60).close()
     assert list_journals(tmp_path) == {}
     assert steps_of(tmp_path) == found
     assert verify(tmp_path).whole
@@ -387,41 +346,37 @@ def test_steps_that_only_the_journal_could_take_stay_in_it(tmp_path, monkeypatch
 
 def test_a_damaged_journal_is_kept_and_the_run_goes_on_with_the_steps_before_the_damage(tmp_path, caplog):
     records = list(make_records(CATALOG, 6))
-    sink = opened(tmp_path)
+    sink = open_run(tmp_path, CATALOG)
     for record in records:
         sink.write([record], [])
     sink._free()
     path = journal_path(tmp_path, 1, 0)
-    data = bytearray(path.read_bytes())
-    data[-40] ^= 1
-    path.write_bytes(data)
+    data = flip_bit(path, -40)
     with pytest.raises(RunError, match=r"does not match its digest.*skip_damaged=True"):
         read_run(tmp_path)
     left = read_run(tmp_path, skip_damaged=True)
     assert list(left.damaged) == [path.name]
-    assert same(left.records(), records[:5])
-    opened(tmp_path, first=5).close()
+    assert same_records(left.records(), records[:5])
+    open_run(tmp_path, CATALOG, first=5).close()
     assert "It is now damaged-journal-0001-0000000000.bin" in caplog.text
     assert (tmp_path / "damaged-journal-0001-0000000000.bin").read_bytes() == data
-    assert same(read_run(tmp_path).records(), records[:5])
+    assert same_records(read_run(tmp_path).records(), records[:5])
 
 
 def test_a_journal_beside_a_damaged_parquet_file_stays_where_it_is(tmp_path):
     records = list(make_records(CATALOG, 9))
-    sink = opened(tmp_path)
+    sink = open_run(tmp_path, CATALOG)
     sink.write(records[:5], [])
     sink._flush(now=True)
     sink.write(records[5:], [])
     sink._free()
     path = tmp_path / "steps" / "steps-0001-0000000000.parquet"
-    data = bytearray(path.read_bytes())
-    data[50] ^= 1
-    path.write_bytes(data)
+    data = flip_bit(path, 50)
     with pytest.raises(RunError, match="steps-0001-0000000000"):
         read_run(tmp_path).steps  # noqa: B018
     run = read_run(tmp_path, skip_damaged=True)
     assert run.steps["step"].to_pylist() == [5, 6, 7, 8]
-    opened(tmp_path, first=9).close()
+    open_run(tmp_path, CATALOG, first=9).close()
     assert list(list_journals(tmp_path)) == [(1, 5)]
     assert path.read_bytes() == data
 
@@ -430,7 +385,7 @@ def test_no_link_is_followed(tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("mine")
     (tmp_path / "run").mkdir()
-    sink = opened(tmp_path / "run")
+    sink = open_run(tmp_path / "run", CATALOG)
     journal_path(tmp_path / "run", 1, 0).symlink_to(outside)
     sink.write(list(make_records(CATALOG, 2)), [])
     assert outside.read_text() == "mine"
@@ -441,7 +396,7 @@ def test_no_link_is_followed(tmp_path):
 @pytest.mark.parametrize("seconds", [0.005, 0.05])
 def test_who_reads_while_the_run_goes_on_sees_every_step_once(tmp_path, seconds):
     catalog = make_catalog(4)
-    sink = opened(tmp_path, catalog=catalog, segment_steps=40, segment_seconds=seconds)
+    sink = open_run(tmp_path, catalog, segment_steps=40, segment_seconds=seconds)
     records = list(make_records(catalog, 1500 if DEEP else 400))
     written = [0]
 
@@ -469,38 +424,10 @@ def test_who_reads_while_the_run_goes_on_sees_every_step_once(tmp_path, seconds)
             assert fresh.tensors(columns=["step"]).num_rows == 4 * fresh.steps.num_rows
     thread.join()
     run.refresh()
-    assert same(run.records(), records)
+    assert same_records(run.records(), records)
 
 
 # when the disk fails
-
-
-@pytest.fixture
-def full(monkeypatch):
-    """Writes of files whose path has one of these words in it fail, as on a full disk."""
-    words = set()
-
-    def check(path):
-        if any(word in str(path) for word in words):
-            raise OSError(28, "No space left on device", str(path))
-
-    fail_writes(monkeypatch, check)
-    return words
-
-
-def write_each(sink, records):
-    """Write one step after another, whatever fails; return how many calls failed."""
-    failed = 0
-    for record in records:
-        try:
-            sink.write([record], [])
-        except OSError:
-            failed += 1
-    return failed
-
-
-def lost_of(path, total):
-    return total - len(steps_of(path))
 
 
 def close(sink):
@@ -510,10 +437,10 @@ def close(sink):
 
 def test_while_parquet_files_cannot_be_written_the_journal_has_every_step(tmp_path, full):
     records = list(make_records(CATALOG, 20))
-    sink = opened(tmp_path, segment_steps=5, segment_seconds=10.0)
+    sink = open_run(tmp_path, CATALOG, segment_steps=5, segment_seconds=10.0)
     full.add("tensors")
     assert write_each(sink, records[:19])
-    assert same(read_run(tmp_path).records(), records[:19])
+    assert same_records(read_run(tmp_path).records(), records[:19])
     # going back to a checkpoint, and the end
     assert write_each(sink, [records[18]])
     close(sink)
@@ -525,7 +452,7 @@ def test_a_journal_that_failed_goes_on_when_its_disk_works_again(tmp_path, full,
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     records = list(make_records(CATALOG, 8))
-    sink = opened(tmp_path, segment_seconds=0.001)
+    sink = open_run(tmp_path, CATALOG, segment_seconds=0.001)
     full.update(("tensors", "journal"))
     for record in records[:5]:
         now[0] += 1
@@ -534,13 +461,13 @@ def test_a_journal_that_failed_goes_on_when_its_disk_works_again(tmp_path, full,
     full.remove("journal")
     now[0] += 100
     write_each(sink, records[5:])
-    assert same(read_run(tmp_path).records(), records)
+    assert same_records(read_run(tmp_path).records(), records)
 
 
 def test_parquet_files_are_written_though_the_journal_fails(tmp_path, full, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    sink = opened(tmp_path, segment_seconds=10.0)
+    sink = open_run(tmp_path, CATALOG, segment_seconds=10.0)
     full.add("journal")
     for record in make_records(CATALOG, 6):
         now[0] += 100
@@ -553,14 +480,38 @@ def remove_journals(run_dir):
         path.unlink()
 
 
-def removed_journal(tmp_path, sink, records, full):
+def remove_tensors(run_dir):
+    shutil.rmtree(run_dir / "tensors")
+
+
+@pytest.mark.parametrize(
+    ("before", "remove", "recovers", "lost"),
+    [
+        (60, remove_journals, False, 60),
+        # memory holds only some of them
+        (55, remove_journals, True, None),
+        (55, remove_tensors, True, 0),
+        (20, remove_tensors, False, 0),
+    ],
+)
+def test_lost_are_the_steps_that_are_not_on_disk(tmp_path, full, before, remove, recovers, lost):
+    records = list(make_records(CATALOG, 60))
+    sink = open_run(tmp_path, CATALOG, segment_steps=10 if recovers else 1000)
     full.add("tensors")
-    write_each(sink, records)
-    remove_journals(tmp_path)
-    close(sink)
+    write_each(sink, records[:before])
+    remove(tmp_path)
+    if recovers:
+        full.clear()
+    write_each(sink, records[before:])
+    sink.close() if recovers else close(sink)
+    steps = steps_of(tmp_path)
+    assert sink.lost == 60 - len(steps) == (60 - len(steps) if lost is None else lost)
+    assert same_records(read_run(tmp_path).records(), [records[step] for step in steps])
 
 
-def removed_and_gone_back(tmp_path, sink, records, full):
+def test_superseded_steps_that_were_not_on_disk_any_more_are_lost(tmp_path, full):
+    records = list(make_records(CATALOG, 60))
+    sink = open_run(tmp_path, CATALOG)
     full.add("tensors")
     write_each(sink, records[:30])
     remove_journals(tmp_path)
@@ -568,70 +519,22 @@ def removed_and_gone_back(tmp_path, sink, records, full):
     full.clear()
     write_each(sink, records[1:])
     sink.close()
+    assert sink.lost == 30
+    assert same_records(read_run(tmp_path).records(), records)
 
 
-def a_file_in_place_of_the_folder(tmp_path, sink, records, _):
-    write_each(sink, records)
-    shutil.rmtree(tmp_path)
-    tmp_path.write_text("")
+def test_with_a_file_in_place_of_the_folder_all_steps_are_lost(tmp_path):
+    sink = open_run(tmp_path / "run", CATALOG)
+    write_each(sink, make_records(CATALOG, 60))
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("")
     close(sink)
-    tmp_path.unlink()
-    write_run(tmp_path, 3, 0)
-
-
-def no_space_and_removed(remove, tmp_path, sink, records, full):
-    full.add("tensors")
-    write_each(sink, records[:55])
-    remove(tmp_path)
-    full.clear()
-    write_each(sink, records[55:])
-    sink.close()
-
-
-def removed_while_memory_was_full(tmp_path, *rest):
-    no_space_and_removed(remove_journals, tmp_path, *rest)
-
-
-def no_folder_of_tensors(tmp_path, *rest):
-    no_space_and_removed(lambda path: shutil.rmtree(path / "tensors"), tmp_path, *rest)
-
-
-def no_folder_of_tensors_and_no_space(tmp_path, sink, records, full):
-    full.add("tensors")
-    write_each(sink, records[:20])
-    shutil.rmtree(tmp_path / "tensors")
-    write_each(sink, records[20:])
-    close(sink)
-
-
-@pytest.mark.parametrize(
-    ("happens", "lost"),
-    [
-        (removed_journal, 60),
-        (removed_while_memory_was_full, None),
-        (a_file_in_place_of_the_folder, 60),
-        (no_folder_of_tensors, 0),
-        (no_folder_of_tensors_and_no_space, 0),
-        # 30 steps that were superseded, of which none was on disk any more
-        (removed_and_gone_back, 30),
-    ],
-)
-def test_lost_are_the_steps_that_are_not_on_disk(tmp_path, full, happens, lost):
-    run_dir = tmp_path / "run"
-    records = list(make_records(CATALOG, 60))
-    size = 10 if happens in {removed_while_memory_was_full, no_folder_of_tensors} else 1000
-    sink = opened(run_dir, segment_steps=size)
-    happens(run_dir, sink, records, full)
-    expected = lost_of(run_dir, 60) if lost is None else lost
-    assert sink.lost == expected
-    assert happens is removed_and_gone_back or sink.lost == lost_of(run_dir, 60)
-    found = list(read_run(run_dir).records())
-    assert same(found, [records[record.step] for record in found])
+    assert sink.lost == 60
 
 
 def test_a_journal_that_cannot_be_read_for_now_is_left_for_the_next_attempt(tmp_path, monkeypatch):
     records = list(make_records(CATALOG, 5))
-    sink = opened(tmp_path)
+    sink = open_run(tmp_path, CATALOG)
     sink.write(records, [])
     sink._free()
     with monkeypatch.context() as patch:
@@ -640,26 +543,22 @@ def test_a_journal_that_cannot_be_read_for_now_is_left_for_the_next_attempt(tmp_
             raise OSError(24, "Too many open files")
 
         patch.setattr(journal, "open_file", fail)
-        opened(tmp_path, first=5).close()
-    assert same(read_run(tmp_path).records(), records)
-    opened(tmp_path, first=5).close()
+        open_run(tmp_path, CATALOG, first=5).close()
+    assert same_records(read_run(tmp_path).records(), records)
+    open_run(tmp_path, CATALOG, first=5).close()
     assert list_journals(tmp_path) == {}
-    assert same(read_run(tmp_path).records(), records)
+    assert same_records(read_run(tmp_path).records(), records)
 
 
 def test_a_damaged_journal_does_not_bring_superseded_steps_back(tmp_path):
     write_run(tmp_path, 3, 20, kinds=CATALOG.kinds)
-    sink = opened(tmp_path, first=5)
+    sink = open_run(tmp_path, CATALOG, first=5)
     sink.write(list(make_records(CATALOG, 8, first=5, seed=1)), [])
     sink._free()
     path = journal_path(tmp_path, 2, 5)
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1  # the first frame
-    path.write_bytes(data)
+    flip_bit(path, 100)  # the first frame
     assert read_run(tmp_path, skip_damaged=True).steps["step"].to_pylist() == [*range(5)]
-    sink = opened(tmp_path, first=10)
-    sink.write(list(make_records(CATALOG, 3, first=10, seed=2)), [])
-    sink.close()
+    write_run(tmp_path, 3, 3, kinds=CATALOG.kinds, first=10, seed=2)
     assert steps_of(tmp_path) == [*range(5), 10, 11, 12]
 
 
@@ -672,7 +571,7 @@ def test_special_files_in_place_of_a_journal_stop_neither_readers_nor_the_next_a
             read_run(run_dir)
         assert len(verify(run_dir).of("damaged")) == 1
         assert list(read_run(run_dir, skip_damaged=True).damaged) == ["journal-0001-0000000004.bin"]
-        opened(run_dir, first=4).close()
+        open_run(run_dir, CATALOG, first=4).close()
         assert read_run(run_dir, skip_damaged=True).steps.num_rows == 4
 
 

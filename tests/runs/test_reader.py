@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -23,20 +22,10 @@ from gradiometer.runs.format import arrow_schema, fields_of
 from gradiometer.runs.parquet import to_parquet
 from gradiometer.runs.reader import read_run
 from gradiometer.runs.schema_table import schema_table
-from gradiometer.runs.writer import RunRecord
-from support.pages import code_of, text
-from support.synthetic_run import (
-    edit_info,
-    make_catalog,
-    make_info,
-    make_records,
-    make_table,
-    seal,
-    write_run,
-)
+from support.pages import code_of, execute, text
+from support.synthetic_run import make_catalog, make_records, make_table, open_run, write_records, write_run
 
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("pyarrow")
 
 
 @pytest.fixture(scope="module")
@@ -53,29 +42,14 @@ def own(path, tmp_path):
     return tmp_path / "own"
 
 
-@pytest.mark.parametrize("kind", ["grads", "weights"])
-@pytest.mark.parametrize("statistic", [*TENSORS.names, "flags"])
-def test_a_matrix_holds_what_the_records_say(path, statistic, kind):
-    run = read_run(path)
-    steps, matrix = run.matrix(statistic, kind)
-    records = [record for record in run.records() if record.recorded]
-    assert steps == [record.step for record in records] == list(range(0, 50, 2))
-    rows = [r.flags(kind) if statistic == "flags" else r.value(statistic, kind) for r in records]
-    assert matrix.dtype == torch.float64
-    assert torch.equal(matrix.nan_to_num(-1.0), torch.stack(rows).to(torch.float64).nan_to_num(-1.0))
-
-
 def test_a_matrix_is_nan_where_nothing_was_measured_or_the_norm_is(tmp_path):
     catalog = make_catalog(3)
     values = next(make_records(catalog, 1, nonfinite_at=0)).columns().clone()
     values[2] = 0.0
     tables = [{"grads": make_table(catalog, x)} for x in (values, torch.zeros_like(values))]
-    sink = RunRecord(tmp_path, fsync=False)
-    sink.start(make_info(catalog))
-    sink.write([StepRecord(4, 0.0, {}, catalog, tables[0]), StepRecord(5, 0.0, {}, catalog)], [])
-    sink.write([StepRecord(6, 0.0, {}, catalog, tables[1])], [])
-    sink.close()
-    run = read_run(tmp_path)
+    measured = {4: tables[0], 5: {}, 6: tables[1]}
+    records = [StepRecord(step, 0.0, {}, catalog, found) for step, found in measured.items()]
+    run = read_run(write_records(tmp_path, catalog, records))
     assert repr(run.matrix("norm")[1].tolist()) == "[[nan, inf, nan], [nan, nan, nan]]"
     assert repr(run.matrix("n_nan")[1].tolist()) == "[[3.0, 0.0, nan], [nan, nan, nan]]"
     assert run.matrix("finite_norm")[1].isnan().tolist() == [[False, False, True], [True] * 3]
@@ -111,27 +85,30 @@ def test_rows_of_tensors_are_in_order_and_picked_by_kind_name_and_column(path):
     assert some.column_names == ["norm", "name"]
     assert some["name"].to_pylist() == ["blocks.0.weight", "blocks.1.bias"] * 25
     assert some["norm"].to_pylist() == run.matrix("norm", "weights")[1][:, [0, 3]].flatten().tolist()
+    alone = run.tensors(names="blocks.1.bias", columns=["step", "name"])
+    assert alone.equals(run.tensors(names=["blocks.1.bias"], columns=["step", "name"]))
+    assert alone["name"].unique().to_pylist() == ["blocks.1.bias"]
     assert run.tensors(names=["none"]).num_rows == 0
     assert run.tensors(columns=[]).num_columns == 0
 
 
-def test_one_name_may_be_given_alone(path):
-    run = read_run(path)
-    name = run.catalog.names[0]
-    alone = run.tensors(names=name, columns=["step", "name"])
-    assert alone.equals(run.tensors(names=[name], columns=["step", "name"]))
-    assert alone.num_rows > 0
+def files_read(monkeypatch):
+    """Return a list that gets the name of each Parquet file that is read."""
+    read, real = [], segments.read_table
+
+    def read_table(path, *rest, **more):
+        read.append(path.name)
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(segments, "read_table", read_table)
+    return read
 
 
 def test_several_matrices_are_those_of_one_each(path, monkeypatch):
     run = read_run(path)
     wanted = ["rms", "flags", "norm", "n_zero"]
     ones = {name: run.matrix(name, first=3, last=40) for name in wanted}
-    read = []
-    real = segments.read_table
-    monkeypatch.setattr(
-        segments, "read_table", lambda path, *rest, **more: (read.append(path), real(path, *rest, **more))[1]
-    )
+    read = files_read(monkeypatch)
     steps, found = run.matrices(wanted, first=3, last=40)
     assert list(found) == wanted
     for name, (own_steps, values) in ones.items():
@@ -172,26 +149,16 @@ def test_a_run_of_no_steps_is_empty(tmp_path):
 
 
 def test_thresholds_come_back(tmp_path):
-    catalog = make_catalog(1)
     for thresholds in (Thresholds(0.5, 2.0, 0.25), Thresholds(exploding=math.inf)):
-        sink = RunRecord(tmp_path, fsync=False)
-        sink.start(make_info(catalog, thresholds=thresholds))
-        sink.close()
+        open_run(tmp_path, make_catalog(1), info={"thresholds": thresholds}).close()
         assert read_run(tmp_path).thresholds == thresholds
 
 
 def test_refresh_reads_what_is_new_and_nothing_else(tmp_path, monkeypatch):
-    read = []
-    real = segments.read_table
-    monkeypatch.setattr(
-        segments,
-        "read_table",
-        lambda path, *rest, **more: (read.append(path.name), real(path, *rest, **more))[1],
-    )
+    read = files_read(monkeypatch)
     catalog = make_catalog(2)
     records = list(make_records(catalog, 30))
-    sink = RunRecord(tmp_path, segment_steps=10, segment_seconds=0, fsync=False)
-    sink.start(make_info(catalog))
+    sink = open_run(tmp_path, catalog, segment_steps=10, segment_seconds=0)
     sink.write(records[:13], [])
     run = read_run(tmp_path)
     assert len(run.steps) == 13
@@ -225,130 +192,6 @@ def test_tensors_of_steps_that_were_not_written_are_left_out(own):
     assert run.tensors(first=48)["step"].unique().to_pylist() == [48, 49]
     assert run.matrix("norm", first=40)[0] == [40, 42, 44, 46, 48]
     assert len(list(run.records(48))) == 2
-
-
-def overwrite(name, content):
-    return lambda path: (path / name).write_bytes(content)
-
-
-def by_hand(name, content):
-    """Overwrite a JSON file as one may by hand, and as if the run were open."""
-
-    def spoil(path):
-        edit_info(path, files=None)
-        (path / name).write_text(json.dumps(content))
-
-    return spoil
-
-
-def retype(path):
-    """Give a column a type that readers do not accept as a number."""
-    file = path / f"steps/steps-{SEGMENT}"
-    table = pq.read_table(file)
-    times = pa.array([[0.0]] * len(table))
-    pq.write_table(table.set_column(table.column_names.index("time"), "time", times), file)
-    seal(path)
-
-
-SEGMENT = "0001-0000000016.parquet"
-# kind of damage -> how to cause it, and the expected message
-SPOILED = {
-    "no folder": (
-        shutil.rmtree,
-        "own is not a run: there is no such folder; pass the run_dir",
-    ),
-    "no info": (lambda p: (p / "run.json").unlink(), "own is not a run: there is no run.json in it"),
-    "torn info": (overwrite("run.json", b'{"format": "gra'), r"run.json cannot be read \(Unterminated"),
-    "not text": (overwrite("run.json", b"\xff"), r"run.json cannot be read \('utf-8'"),
-    "no dict": (overwrite("run.json", b"[]"), "run.json does not have the format gradiometer-run: pass"),
-    "other": (lambda p: edit_info(p, format="other"), "run.json does not have the format gradiometer-run"),
-    "newer": (
-        lambda p: edit_info(p, version=2),
-        "run of version 2, but .* reads only up to 1: pip install -U",
-    ),
-    "no catalog": (
-        lambda p: edit_info(p, catalog=None),
-        r"run.json has unexpected content \(KeyError\('catalog'\)\)",
-    ),
-    "thresholds": (lambda p: edit_info(p, thresholds={"dead": -1}), "run.json has unexpected content"),
-    "finding": (
-        by_hand("findings.json", {"findings": [{}], "digest": None}),
-        "findings.json has unexpected content",
-    ),
-    "no finding": (
-        by_hand("findings.json", {"findings": [3], "digest": None}),
-        "findings.json has unexpected content",
-    ),
-    "no digests": (by_hand("findings.json", [3]), r"findings.json cannot be read \(its digest is missing"),
-    "no digest": (overwrite("findings.json", b"{}"), r"findings.json cannot be read \(its digest is missing"),
-    "black box": (overwrite("blackbox.json", b"{"), "blackbox.json cannot be read .*: fix or delete it"),
-    "steps": (
-        overwrite(f"steps/steps-{SEGMENT}", b"PAR1"),
-        "0016.parquet cannot be read .*to read the other steps",
-    ),
-    "a word for a version": (
-        lambda p: edit_info(p, version="2"),
-        r"has unexpected content \(version: '2'\)",
-    ),
-    "no version": (lambda p: edit_info(p, version=None), r"unexpected content \(version: None\)"),
-    "no numbers": (lambda p: edit_info(p, thresholds=3), "run.json has unexpected content"),
-    "attempts": (lambda p: edit_info(p, attempts=[{}]), r"unexpected content \(attempts: \[\{\}\]\)"),
-    "no attempts": (lambda p: edit_info(p, attempts=3), r"unexpected content \(attempts: 3\)"),
-    "created": (lambda p: edit_info(p, created="x"), r"unexpected content \(created: 'x'\)"),
-    "a file": (
-        lambda p: (shutil.rmtree(p), p.write_text("")),
-        "own is not a run: it is a file, not a folder",
-    ),
-    "findings": (
-        by_hand("findings.json", {"digest": None}),
-        r"findings.json has unexpected content \(\{\}\)",
-    ),
-    "severity": (
-        by_hand(
-            "findings.json",
-            {
-                "findings": [
-                    dict.fromkeys(("kind", "tensor"))
-                    | dict.fromkeys(("first_step", "last_step", "threshold"), 0)
-                    | {"attempt": 1, "rule": "x", "severity": "?", "value": "x", "message": "", "advice": ""}
-                ],
-                "digest": None,
-            },
-        ),
-        "findings.json has unexpected content",
-    ),
-    "no black box": (by_hand("blackbox.json", [1]), r"blackbox.json cannot be read \(its digest is missing"),
-    "no attempt": (
-        by_hand("blackbox.json", {"attempt": "x", "digest": None}),
-        r"blackbox.json has unexpected content \(attempt: 'x'\)",
-    ),
-    "types": (retype, "0016.parquet cannot be read"),
-    "tensors": (lambda p: (p / f"tensors/tensors-{SEGMENT}").unlink(), "0016.parquet cannot be read"),
-}
-
-
-@pytest.mark.parametrize(("spoil", "said"), SPOILED.values(), ids=SPOILED.keys())
-def test_what_cannot_be_read_is_named_in_one_line(own, spoil, said):
-    spoil(own)
-    with pytest.raises(RunError, match=said) as caught:  # noqa: PT012 wherever it is found
-        run = read_run(own)
-        assert run.findings == []
-        assert run.blackbox is None
-        run.matrix("norm")
-        run.tensors()
-    assert "\n" not in str(caught.value)
-    assert caught.value.__cause__ is None
-
-
-def test_a_column_that_cannot_be_compared_is_a_file_that_cannot_be_read(own):
-    file = own / f"tensors/tensors-{SEGMENT}"
-    table = pq.read_table(file)
-    pq.write_table(table.set_column(0, "step", pa.array([[0]] * len(table))), file)
-    seal(own)
-    with pytest.raises(
-        RunError, match=r"0016.parquet cannot be read \(column step has the type list<.*>, not int64"
-    ):
-        read_run(own).tensors()
 
 
 def test_a_torn_segment_hides_no_other(own):
@@ -423,9 +266,7 @@ def test_the_page_reads_a_run_as_it_says(tmp_path, several):
     for name in ("pandas", "polars", "duckdb"):
         pytest.importorskip(name)
     code = code_of(PAGE)
-    scope = {"run_dir": write_run(tmp_path, 6, 40, nonfinite_at=12)}
-    for block in code:
-        exec(block, scope)  # noqa: S102 the page's own code
+    scope = execute(*code, run_dir=write_run(tmp_path, 6, 40, nonfinite_at=12))
     run = scope["run"]
     assert torch.equal(
         torch.tensor(scope["norms"][list(run.catalog.names)].to_numpy()).nan_to_num(-1.0),
@@ -437,9 +278,8 @@ def test_the_page_reads_a_run_as_it_says(tmp_path, several):
     assert scope["largest"][0][:2] == ("blocks.0.bias", math.inf)
     assert str(scope["when"].dtype).startswith("datetime64")
     # a run of several attempts
-    scope = {"run_dir": several, "gm": gm}
-    for block in [code[1].replace("norms =", "# norms ="), code[3].split("\n")[0], *code[4:]]:
-        exec(block, scope)  # noqa: S102
+    blocks = [code[1].replace("norms =", "# norms ="), code[3].split("\n")[0], *code[4:]]
+    scope = execute(*blocks, run_dir=several, gm=gm)
     assert scope["steps"].index.tolist() == sorted([*range(40), *range(30, 40)])
     assert scope["first"].steps["step"].to_pylist() == list(range(40))
     kept = read_run(several).steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -18,19 +17,22 @@ from torch import nn
 import gradiometer as gm
 from gradiometer.columns import EXPONENTS, TENSORS
 from gradiometer.recorder import KINDS
-from gradiometer.runs import RunError, RunRecord, read_run, verify
+from gradiometer.runs import RunError, read_run, verify
 from gradiometer.runs.format import FINGERPRINTS, arrow_schema, fields_of, list_segments, step_fields
 from gradiometer.runs.journal import list_journals
 from gradiometer.runs.schema_table import columns_of, schema_table
 from support.synthetic_run import (
     NEGATIVES,
-    fail_writes,
+    flip_bit,
     make_catalog,
-    make_info,
     make_records,
     make_table,
+    open_run,
     same_bits,
+    same_records,
     seal,
+    steps_of,
+    write_each,
     write_run,
 )
 
@@ -65,29 +67,24 @@ def records_of(catalog, steps, *, first=0, **options):
 
 
 def opened(path, catalog, first=0, *, fingerprint=False, **options):
-    sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
-    sink.start(make_info(catalog, first, every=EVERY, fingerprint=fingerprint, precision=PRECISION))
-    return sink
+    info = {"every": EVERY, "fingerprint": fingerprint, "precision": PRECISION}
+    return open_run(path, catalog, first, info, **options)
 
 
-def write(path, catalog, steps=10, *, first=0, close=True, of=10, **options):
+def write(path, catalog, steps=10, *, first=0, close=True, **options):
     """Write a run; with ``close=None``, leave it as a live process does after it has written its files."""
     sink = opened(path, catalog, first, **options)
-    for record in records_of(catalog, max(of, steps), first=first)[:steps]:
+    for record in records_of(catalog, max(10, steps), first=first)[:steps]:
         sink.write([record], [])
-    if close:
-        sink.close()
-    else:
-        if close is None:
-            sink._flush(now=True)
-        sink._free()
+    if close is None:
+        sink._flush(now=True)
+    (sink.close if close else sink._free)()
     return path
 
 
 def check(path, records, **options):
     run = read_run(path, **options)
-    for found, expected in zip(run.records(), records, strict=True):
-        assert same_bits(found, expected), expected.step
+    assert same_records(run.records(), records)
     return run
 
 
@@ -104,24 +101,21 @@ def test_rows_come_back_as_they_were(tmp_path, catalog, close, fingerprint):
         sink.write([record], [])
     # two segments, and a journal
     assert list(list_journals(tmp_path)) == [(1, 20)]
-    if close:
-        sink.close()
-    else:
-        sink._free()
+    (sink.close if close else sink._free)()
     run = check(tmp_path, records)
     assert verify(tmp_path).whole
     for kind in catalog.kinds.values():
         schema = run.catalog.kinds[kind.name].schema
         measured = [record for record in records if record.has(kind.name)]
-        for statistic in ([*schema.index, "numel", *schema.names])[:: 60 if len(schema.index) > 100 else 1]:
+        names = [*schema.index, "numel", *schema.names][:: 60 if len(schema.index) > 100 else 1]
+        for statistic in [*names, *(["flags"] if schema.flags else [])]:
             steps, matrix = run.matrix(statistic, kind.name)
             assert steps == [record.step for record in measured]
-            expected = torch.stack(
-                [
-                    torch.where(x.measured(kind.name), x.value(statistic, kind.name).double(), torch.nan)
-                    for x in measured
-                ]
-            )
+            assert matrix.dtype == torch.float64
+            tables = [record.tables[kind.name] for record in measured]
+            values = [x.flags if statistic == "flags" else x.value(statistic) for x in tables]
+            pairs = zip(tables, values, strict=True)
+            expected = torch.stack([torch.where(x.measured, y.double(), torch.nan) for x, y in pairs])
             torch.testing.assert_close(matrix, expected, rtol=0, atol=0, equal_nan=True)
     # an attempt after a kill moves the journal to files
     write(tmp_path, catalog, 4, first=22)
@@ -179,16 +173,14 @@ def test_a_full_segment_counts_rows_of_all_tables(tmp_path, catalog):
     check(tmp_path, records_of(catalog, 20))
 
 
-def test_what_a_failing_disk_drops_goes_together(tmp_path, monkeypatch, catalog):
+def test_what_a_failing_disk_drops_goes_together(tmp_path, full, catalog):
     records = records_of(catalog, 13)
     sink = opened(tmp_path, catalog, segment_steps=2)
-    with monkeypatch.context() as patch:
-        fail_writes(patch, lambda _: (_ for _ in ()).throw(OSError("disk full")))
-        for record in records:
-            with suppress(OSError):
-                sink.write([record], [])
+    full.add("")
+    assert write_each(sink, records)
+    full.clear()
     sink.close()
-    left = read_run(tmp_path).steps["step"].to_pylist()
+    left = steps_of(tmp_path)
     assert 0 < len(left) == 13 - sink.lost < 13
     check(tmp_path, [records[step] for step in left])
 
@@ -228,9 +220,7 @@ def test_a_damaged_file_is_noticed_and_can_be_left_out(tmp_path, catalog, caplog
     schema = schema_of(catalog)
     write(tmp_path, catalog, segment_steps=5)
     first, second = files_of(tmp_path, schema)
-    data = bytearray(first.read_bytes())
-    data[len(data) // 2] ^= 64
-    first.write_bytes(data)
+    flip_bit(first, first.stat().st_size // 2)
     run, name = read_run(tmp_path), f"{schema.name}/{first.name}"
     for ask in (
         lambda: run.table(schema.name),
@@ -270,23 +260,28 @@ def test_a_file_of_another_version_is_noticed(tmp_path, catalog):
         read_run(path).table(schema.name)
 
 
-@pytest.mark.parametrize("change", ["missing", "type", "twice"])
-def test_columns_that_nobody_can_read_are_refused(tmp_path, catalog, change):
-    schema = schema_of(catalog)
-    write(tmp_path, catalog)
-    (file,) = files_of(tmp_path, schema)
-    table, name = pq.read_table(file), fields_of(schema)[5].name
-    place = table.column_names.index(name)
+def change_column(path, name, change):
+    """Change a column of a file, and return what is wrong with it then."""
+    table = pq.read_table(path)
+    words = pa.array(["x"] * len(table))
     changed, message = {
         "missing": (table.drop_columns([name]), f"it has no column {name}"),
         "type": (
-            table.set_column(place, name, pa.array(["x"] * len(table))),
+            table.set_column(table.column_names.index(name), name, words),
             f"column {name} has the type string",
         ),
         "twice": (table.append_column(name, table[name]), f"it has 2 columns {name}"),
     }[change]
-    pq.write_table(changed, file)
-    seal(tmp_path)
+    pq.write_table(changed, path)
+    seal(path.parents[1])
+    return message
+
+
+@pytest.mark.parametrize("change", ["missing", "type", "twice"])
+def test_columns_that_nobody_can_read_are_refused(tmp_path, catalog, change):
+    schema = schema_of(catalog)
+    write(tmp_path, catalog)
+    message = change_column(files_of(tmp_path, schema)[0], fields_of(schema)[5].name, change)
     with pytest.raises(RunError, match=message):
         read_run(tmp_path).table(schema.name)
 
@@ -455,17 +450,8 @@ def test_a_monitor_records_the_fingerprints_that_collect_computes(tmp_path):
 @pytest.mark.parametrize("change", ["type", "twice", "missing"])
 def test_columns_of_fingerprints_are_checked_and_without_one_there_are_none(tmp_path, change):
     path = write_run(tmp_path, 2, 4, fingerprint=True)
-    (file,) = files_of(path, TENSORS)
-    table = pq.read_table(file)
-    place, small = table.column_names.index("word_sum"), pa.array(list(range(len(table))))
-    changed, message = {
-        "type": (table.set_column(place, "word_sum", small), "has the type int64"),
-        "twice": (table.append_column("word_sum", table["word_sum"]), "it has 2 columns word_sum"),
-        "missing": (table.drop_columns(["word_sum"]), None),
-    }[change]
-    pq.write_table(changed, file)
-    seal(path)
-    if message is None:
+    message = change_column(files_of(path, TENSORS)[0], "word_sum", change)
+    if change == "missing":
         assert read_run(path).record(1).fingerprints() is None
     else:
         with pytest.raises(RunError, match=message):

@@ -23,16 +23,10 @@ from gradiometer.runs.directory import is_locked
 from gradiometer.runs.format import fields_of
 from gradiometer.runs.journal import list_journals
 from gradiometer.runs.writer import RunRecord
-from support.synthetic_run import fail_writes, make_catalog, make_info, make_records, same_bits
+from support.synthetic_run import make_catalog, make_records, open_run, same_records, steps_of, write_run
 
 pytest.importorskip("pyarrow")
 CATALOG = make_catalog(3)
-
-
-def opened(path, **options):
-    sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
-    sink.start(make_info(CATALOG))
-    return sink
 
 
 def finding(**fields):
@@ -41,28 +35,11 @@ def finding(**fields):
     return Finding(**values | fields)
 
 
-def steps_of(path):
-    return read_run(path).steps["step"].to_pylist()
-
-
-@pytest.fixture
-def full(monkeypatch):
-    """Writes of the files whose names begin with one of these words fail, as on a full disk."""
-    names = set()
-
-    def check(path):
-        if path.name.startswith(tuple(names)):
-            raise OSError(28, "No space left on device", str(path))
-
-    fail_writes(monkeypatch, check)
-    return names
-
-
 @pytest.mark.parametrize("name", ["findings", "run"])
 @pytest.mark.parametrize("seconds", [math.inf, 0])
 def test_a_json_file_that_cannot_be_written_holds_up_no_step(tmp_path, full, name, seconds):
     records = list(make_records(CATALOG, 25))
-    sink = opened(tmp_path, segment_steps=10, segment_seconds=seconds)
+    sink = open_run(tmp_path, CATALOG, segment_steps=10, segment_seconds=seconds)
     full.add(name)
     errors = 0
     for record in records:
@@ -86,7 +63,7 @@ def test_a_json_file_that_cannot_be_written_holds_up_no_step(tmp_path, full, nam
 
 
 def test_a_segment_that_cannot_be_written_holds_up_no_finding(tmp_path, full):
-    sink = opened(tmp_path, segment_steps=10)
+    sink = open_run(tmp_path, CATALOG, segment_steps=10)
     full.add("steps")
     with pytest.raises(OSError, match="No space left"):
         sink.write(list(make_records(CATALOG, 12)), [finding()])
@@ -98,7 +75,7 @@ def test_a_segment_that_cannot_be_written_holds_up_no_finding(tmp_path, full):
 
 @pytest.mark.parametrize("odd", [None, finding(value={1}), finding(tensor=b"w"), finding(message=object())])
 def test_a_finding_that_cannot_be_written_holds_up_neither_steps_nor_the_others(tmp_path, odd):
-    sink = opened(tmp_path, segment_steps=10)
+    sink = open_run(tmp_path, CATALOG, segment_steps=10)
     for record in make_records(CATALOG, 25):
         with pytest.raises(TypeError):
             sink.write([record], [odd, finding()])
@@ -116,7 +93,7 @@ def warnings_of(caplog):
 
 @pytest.mark.parametrize("recovers", [True, False])
 def test_one_line_says_how_many_steps_were_lost_and_why(tmp_path, full, caplog, recovers):
-    sink = opened(tmp_path, segment_steps=10)
+    sink = open_run(tmp_path, CATALOG, segment_steps=10)
     full.update(("steps", "journal"))
     for record in make_records(CATALOG, 100):
         try:
@@ -142,7 +119,7 @@ def test_one_line_says_how_many_steps_were_lost_and_why(tmp_path, full, caplog, 
 def test_a_removed_folder_is_made_again_and_the_run_goes_on(tmp_path, caplog, removed, goes_on):
     run_dir = tmp_path / "run"
     records = list(make_records(CATALOG, 50))
-    sink = opened(run_dir, segment_steps=10)
+    sink = open_run(run_dir, CATALOG, segment_steps=10)
     sink.write(records[:24], [finding()])
     sink.fault(SimpleNamespace(to_dict=dict))  # writes the open segment, too
     assert steps_of(run_dir) == list(range(24))
@@ -152,7 +129,7 @@ def test_a_removed_folder_is_made_again_and_the_run_goes_on(tmp_path, caplog, re
         sink.write(records[24:45], [])
         # the lock is held again
         with pytest.raises(RunError, match="is already being written by this process"):
-            opened(run_dir)
+            open_run(run_dir, CATALOG)
         assert is_locked(run_dir, sink._lock)
         run = read_run(run_dir)
         assert [s for s in run.steps["step"].to_pylist() if s >= 20] == list(range(20, 45))
@@ -162,8 +139,7 @@ def test_a_removed_folder_is_made_again_and_the_run_goes_on(tmp_path, caplog, re
     run = read_run(run_dir)
     left = [step for step in run.steps["step"].to_pylist() if step >= 20]
     assert left == list(range(20, 50 if goes_on else 24))
-    for record in run.records(20):
-        assert same_bits(record, records[record.step])
+    assert same_records(run.records(20), records[20 : 50 if goes_on else 24])
     # full segments that were in the folder are gone
     assert sink.lost == run.info["attempts"][0]["lost"] == 20
     assert run.info["closed"]
@@ -171,12 +147,12 @@ def test_a_removed_folder_is_made_again_and_the_run_goes_on(tmp_path, caplog, re
     assert line.startswith(
         f"{run_dir} was removed while the run went on: it is made again, and 20 steps that"
     )
-    opened(run_dir).close()
+    open_run(run_dir, CATALOG).close()
 
 
 def test_a_removed_folder_on_a_full_disk_is_made_again_when_there_is_room(tmp_path, full, caplog):
     run_dir = tmp_path / "run"
-    sink = opened(run_dir, segment_steps=10)
+    sink = open_run(run_dir, CATALOG, segment_steps=10)
     sink.write(list(make_records(CATALOG, 10)), [])
     shutil.rmtree(run_dir)
     full.add("")
@@ -204,7 +180,7 @@ sys.stdin.read()
 
 def test_a_removed_folder_that_another_run_has_taken_is_left_to_it(tmp_path):
     run_dir = tmp_path / "run"
-    sink = opened(run_dir, segment_steps=10)
+    sink = open_run(run_dir, CATALOG, segment_steps=10)
     sink.write(list(make_records(CATALOG, 10)), [])
     shutil.rmtree(run_dir)
     run_dir.mkdir()
@@ -223,7 +199,7 @@ def test_a_removed_folder_that_another_run_has_taken_is_left_to_it(tmp_path):
 
 def test_a_change_of_the_working_directory_moves_no_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sink = opened("run", segment_steps=10)
+    sink = open_run("run", CATALOG, segment_steps=10)
     sink.write(list(make_records(CATALOG, 10)), [])
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -234,7 +210,7 @@ def test_a_change_of_the_working_directory_moves_no_run(tmp_path, monkeypatch):
 
 
 def test_steps_that_a_restart_supersedes_are_not_lost_with_the_folder(tmp_path):
-    sink = opened(tmp_path / "run", segment_steps=10)
+    sink = open_run(tmp_path / "run", CATALOG, segment_steps=10)
     sink.write([*make_records(CATALOG, 30), *make_records(CATALOG, 7, first=12)], [])
     shutil.rmtree(tmp_path / "run")
     sink.close()
@@ -347,7 +323,7 @@ def test_a_slow_rule_holds_up_no_step_of_the_run_record(tmp_path):
 
 
 def test_the_report_of_a_fault_is_written_when_the_disk_works_again(tmp_path, full):
-    sink = opened(tmp_path, segment_seconds=0)
+    sink = open_run(tmp_path, CATALOG, segment_seconds=0)
     full.add("blackbox")
     with pytest.raises(OSError, match="No space left"):
         sink.fault(SimpleNamespace(to_dict=lambda: {"reason": "exception"}))
@@ -359,18 +335,12 @@ def test_the_report_of_a_fault_is_written_when_the_disk_works_again(tmp_path, fu
 
 
 def test_a_run_with_a_damaged_run_json_goes_on_with_a_new_one(tmp_path, caplog):
-    sink = opened(tmp_path)
-    sink.write(list(make_records(CATALOG, 5)), [])
-    sink.close()
-    path = tmp_path / "run.json"
+    path = write_run(tmp_path, 3, 5) / "run.json"
     damaged = path.read_bytes()[:-9]
     path.write_bytes(damaged)
     with pytest.raises(RunError, match=r"run.json cannot be read \(.*\): restore it from a copy, or set its"):
         read_run(tmp_path)
-    sink = RunRecord(tmp_path, fsync=False)
-    sink.start(make_info(CATALOG, 5))
-    sink.write(list(make_records(CATALOG, 3, first=5)), [])
-    sink.close()
+    write_run(tmp_path, 3, 3, first=5)
     (kept,) = tmp_path.glob("run-damaged-*.json")
     assert kept.read_bytes() == damaged
     assert f"It is now {kept.name}, and the run goes on with a new one" in caplog.text
@@ -380,10 +350,7 @@ def test_a_run_with_a_damaged_run_json_goes_on_with_a_new_one(tmp_path, caplog):
 @pytest.mark.parametrize("table", ["steps", "both"])
 def test_rows_that_a_missing_segment_superseded_do_not_come_back(tmp_path, table):
     for first, steps in ((0, 10), (5, 3)):
-        sink = RunRecord(tmp_path, fsync=False)
-        sink.start(make_info(CATALOG, first))
-        sink.write(list(make_records(CATALOG, steps, first=first)), [])
-        sink.close()
+        write_run(tmp_path, 3, steps, first=first)
     for name in ("steps", "tensors") if table == "both" else ("steps",):
         (tmp_path / name / f"{name}-0002-0000000005.parquet").unlink()
     assert steps_of(tmp_path) == list(range(5))

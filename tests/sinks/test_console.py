@@ -56,13 +56,18 @@ def clock(monkeypatch):
     return now
 
 
+def opened(**options):
+    """Return a console and the screen that it prints to."""
+    screen = Screen()
+    return Console(file=screen, **options), screen
+
+
 def shown(screen):
     return [int(match[1]) for match in re.finditer(r"^step +(\d+)", screen.getvalue(), flags=re.MULTILINE)]
 
 
 def test_a_line_has_what_matters():
-    screen = Screen()
-    console = Console(file=screen)
+    console, screen = opened()
     assert isinstance(console, Sink)
     console.start(make_info(CATALOG, every=5))
     console.write(records(1), [])
@@ -79,8 +84,7 @@ def test_a_line_has_what_matters():
 
 
 def test_lines_come_at_the_rate_and_the_last_step_at_the_end(clock):
-    screen = Screen()
-    console = Console(seconds=5, file=screen)
+    console, screen = opened(seconds=5)
     for i, record in enumerate(records(100)):
         clock[0] = 100 + i
         console.write([record], [])
@@ -92,8 +96,7 @@ def test_lines_come_at_the_rate_and_the_last_step_at_the_end(clock):
 
 
 def test_a_step_with_gradients_is_preferred_and_one_without_says_so(clock):
-    screen = Screen()
-    console = Console(seconds=5, file=screen)
+    console, screen = opened(seconds=5)
     steps = records(20, every=8)
     console.write(steps[:10], [])
     clock[0] += 5
@@ -103,12 +106,10 @@ def test_a_step_with_gradients_is_preferred_and_one_without_says_so(clock):
 
 
 def test_only_what_is_allowed_is_shown():
-    screen = Screen()
+    console, screen = opened(show=("train/accuracy", "grads/blocks.0.weight/rms", "weights/total_norm"))
     steps = records(1)
     steps[0].scalars["accuracy"] = 0.5
-    Console(("train/accuracy", "grads/blocks.0.weight/rms", "weights/total_norm"), file=screen).write(
-        steps, []
-    )
+    console.write(steps, [])
     (line,) = screen.lines()
     rms = steps[0].value("rms")[0].item()
     assert re.sub(" +", " ", line) == (
@@ -125,8 +126,8 @@ def test_flags_are_counted_in_words():
     flags = table.flags.clone()
     flags[2:] = torch.tensor([int(Flag.EXPLODING), int(Flag.DEAD | Flag.VANISHING), 0, 0])
     record = replace(record, tables={"grads": Table(table.kind, table.rows, table.values, flags)})
-    screen = Screen()
-    Console(file=screen).write([record], [])
+    console, screen = opened()
+    console.write([record], [])
     (line,) = screen.lines()
     assert line.endswith("   1 with NaN, 1 with Inf, 1 exploding, 1 dead, 1 vanishing   skipped")
     assert "loss nan" in line
@@ -134,8 +135,7 @@ def test_flags_are_counted_in_words():
 
 
 def test_a_finding_is_printed_at_once_and_once(clock):
-    screen = Screen()
-    console = Console(seconds=1e9, file=screen)
+    console, screen = opened(seconds=1e9)
     console.write(records(1), [])
     seen = finding(severity=Severity.WARNING)
     for i in range(3):
@@ -152,8 +152,7 @@ def test_a_finding_is_printed_at_once_and_once(clock):
 
 
 def test_of_many_findings_the_worst_are_printed_and_the_rest_counted():
-    screen = Screen()
-    console = Console(file=screen, most=2, severity=Severity.WARNING)
+    console, screen = opened(most=2, severity=Severity.WARNING)
     many = [finding(3, f"w{i}", Severity.WARNING, "dead") for i in range(100)]
     console.write([], [finding(1, "x", Severity.INFO), *many, finding(5, "y")])
     lines = screen.lines()
@@ -164,8 +163,7 @@ def test_of_many_findings_the_worst_are_printed_and_the_rest_counted():
 
 
 def test_a_fault_is_a_panel_and_an_ordinary_end_is_not():
-    screen = Screen()
-    console = Console(file=screen)
+    console, screen = opened()
     steps = records(20, nonfinite_at=19)
     where = "step 19, blocks.0.weight.grad, 3 NaN of 4096"
     fault = Fault("exception", "ValueError: [bold]x[/bold]", 20, where, [finding(19)], steps)

@@ -316,13 +316,12 @@ def test_a_full_disk_leaves_complete_lines_and_the_error_is_passed_on(tmp_path, 
     assert [line["step"] for line in lines_of(path)] == [0, 1, 4, 5]
 
 
-@pytest.mark.parametrize("name", ["ü/é 中", 'a"b\\c\n', "half\udc80", "<b>[0]</b>"])
-def test_names_of_any_characters_are_valid_json(tmp_path, name):
-    catalog = make_catalog(names=[name])
-    write(tmp_path / "run", records(1, catalog), tensors="").close()
+def test_names_of_any_characters_are_valid_json(tmp_path):
+    names = ["ü/é 中", 'a"b\\c\n', "half\udc80", "<b>[0]</b>"]
+    write(tmp_path / "run", records(1, make_catalog(names=names)), tensors="").close()
+    (line,) = lines_of(tmp_path / "run")
     # half of a surrogate pair is not a character, and many readers reject it
-    name = name.replace("\udc80", r"\udc80")
-    assert f"grads/{name}/norm" in lines_of(tmp_path / "run")[0]
+    assert {f"grads/{name}/norm".replace("\udc80", r"\udc80") for name in names} <= line.keys()
 
 
 def test_a_path_that_cannot_be_opened_raises(tmp_path):

@@ -67,13 +67,14 @@ def test_what_is_not_finite_stays_so(tmp_path):
     assert found.Scalars("train/big")[0].value == math.inf
 
 
-@pytest.mark.parametrize("name", ["a b<c>[0]", "ü/中", "x" * 300, "a:b//c#d"])
-def test_names_are_tags_as_they_are(tmp_path, name):
-    catalog = make_catalog(names=[name])
+def test_names_are_tags_as_they_are_and_half_of_a_surrogate_pair_is_its_number(tmp_path):
+    names = ["a b<c>[0]", "ü/中", "x" * 300, "a:b//c#d"]
+    catalog = make_catalog(names=[*names, "w\ud800"])
     sink = opened(tmp_path, catalog, tensors="")
-    sink.write(list(make_records(catalog, 1)), [])
+    sink.write(list(make_records(catalog, 2)), [])
     sink.close()
-    assert f"grads/{name}/norm" in read(tmp_path).Tags()["scalars"]
+    found = read(tmp_path).Tags()["scalars"]
+    assert {f"grads/{name}/norm" for name in [*names, r"w\ud800"]} <= {*found}
 
 
 def test_findings_and_a_fault_are_text(tmp_path):
@@ -94,14 +95,6 @@ def test_findings_and_a_fault_are_text(tmp_path):
     )
     assert found.summary_metadata["gradiometer/fault"].plugin_data.plugin_name == "text"
     sink.close()
-
-
-def test_half_of_a_surrogate_pair_is_written_by_its_number(tmp_path):
-    catalog = make_catalog(names=["w\ud800"])
-    sink = opened(tmp_path, catalog, tensors="")
-    sink.write(list(make_records(catalog, 2)), [])
-    sink.close()
-    assert r"grads/w\ud800/norm" in read(tmp_path).Tags()["scalars"]
 
 
 def test_an_error_of_the_writer_comes_out_of_write(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,3 +25,19 @@ def blocks(page):
 def sections(page):
     """Return the blocks of each section, by its title."""
     return {part.splitlines()[0]: code_of(part) for part in text(page).split("\n## ")[1:]}
+
+
+def execute(*code, **scope):
+    """Run blocks of a page one after the other, and return the names that they define, and those of scope."""
+    for block in code:
+        exec(block, scope)  # noqa: S102 the page's own code
+    return scope
+
+
+def load(path):
+    """Import a script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / "docs" / path)
+    # dataclasses look up their module there
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -13,7 +13,7 @@ from gradiometer.columns import DEFAULT_THRESHOLDS, Column, Derived, Schema
 from gradiometer.extras import require
 from gradiometer.recorder import Catalog, Kind, RunInfo, StepRecord, Table, kind_named
 from gradiometer.runs import json_writer as json_writer_module
-from gradiometer.runs import open_segment
+from gradiometer.runs import open_segment, read_run
 from gradiometer.runs.digest import Claims, with_claims
 from gradiometer.runs.directory import prepare
 from gradiometer.runs.journal import JournalWriter
@@ -177,6 +177,45 @@ def same_table(one, other):
     )
 
 
+def same_records(ones, others):
+    """Return whether there are as many records on both sides, and each holds the same, bit by bit."""
+    ones, others = list(ones), list(others)
+    return len(ones) == len(others) and all(map(same_bits, ones, others))
+
+
+def steps_of(path):
+    return read_run(path).steps["step"].to_pylist()
+
+
+def open_run(path, catalog, first=0, info=None, **options):
+    """Start a run record, whose steps are in the journal until a segment is full.
+
+    Args:
+        path, catalog, first: the folder, the tables of the steps, and the first step.
+        info: more for `make_info`.
+        options: for `RunRecord`.
+    """
+    sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
+    sink.start(make_info(catalog, first, **(info or {})))
+    return sink
+
+
+def write_records(path, catalog, records, first=0, *, findings=(), fault=None, close=True, **options) -> Path:
+    """Write these records one by one, and return the folder; ``close`` as for `write_run`."""
+    sink = open_run(path, catalog, first, **options)
+    for record in records:
+        sink.write([record], [])
+    sink.write([], findings)
+    if fault is not None:
+        sink.fault(fault)
+    if close:
+        sink.close()
+    else:
+        sink._flush(now=True)
+        sink._free()
+    return Path(path)
+
+
 def write_run(
     path,
     tensors=20,
@@ -186,11 +225,10 @@ def write_run(
     nonfinite_at=None,
     seed=0,
     names=None,
-    findings=(),
     first=0,
     every=1,
-    close=True,
     fingerprint=False,
+    precision=1,
     **options,
 ) -> Path:
     """Write a run with the public sink and return its folder.
@@ -199,30 +237,35 @@ def write_run(
         path: the folder; an existing run in it is resumed.
         tensors, names: the number of tensors, or their names.
         steps, first, every: ``steps`` steps from ``first``; those divisible by ``every`` have tensors.
-        fingerprint: as for `make_records`.
-        findings: of type `gradiometer.Finding`.
-        close: False leaves the run as a live process does; written data is on disk all the same.
-        options: for `RunRecord`.
+        fingerprint, precision: as for `make_records`.
+        options: ``findings`` of type `gradiometer.Finding`; ``close``: False leaves the run as a live process
+            does, written data is on disk all the same; and those of `RunRecord`.
     """
     catalog = make_catalog(tensors, kinds, names)
-    sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
-    sink.start(make_info(catalog, first, every=every, fingerprint=fingerprint))
-    options = {"first": first, "every": every, "nonfinite_at": nonfinite_at, "seed": seed}
-    records = make_records(catalog, steps, **options, fingerprint=fingerprint)
+    more = {"every": every, "fingerprint": fingerprint}
+    numbers = {"nonfinite_at": nonfinite_at, "seed": seed, "precision": precision}
+    records = make_records(catalog, steps, first=first, **more, **numbers)
+    return write_records(path, catalog, records, first, info=more, **options)
+
+
+def write_each(sink, records):
+    """Write one step after another, whatever fails; return how many calls failed."""
+    failed = 0
     for record in records:
-        sink.write([record], [])
-    sink.write([], findings)
-    if close:
-        sink.close()
-    else:
-        sink._flush(now=True)
-        sink._free()
-    return Path(path)
+        try:
+            sink.write([record], [])
+        except OSError:
+            failed += 1
+    return failed
 
 
-def fail_writes(monkeypatch, check):
-    """Call ``check`` with the path of each file of a run before it is written; it may raise."""
-    append = JournalWriter.append
+def fail_writes(monkeypatch):
+    """Return a set: writes of a run's files whose names contain one of its words fail, as on a full disk."""
+    words, append = set(), JournalWriter.append
+
+    def check(path):
+        if any(word in path.name for word in words):
+            raise OSError(28, "No space left on device", str(path))
 
     def checked_prepare(run, path, data, *, sync):
         check(path)
@@ -235,6 +278,15 @@ def fail_writes(monkeypatch, check):
     for module in (json_writer_module, open_segment):
         monkeypatch.setattr(module, "prepare", checked_prepare)
     monkeypatch.setattr(JournalWriter, "append", checked_append)
+    return words
+
+
+def flip_bit(path, place):
+    """Damage a byte of a file, and return the new content."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    return data
 
 
 def edit_info(path, **changes):

@@ -42,8 +42,7 @@ def time_limit():
     """Install a signal handler that raises TimeoutError; yield a function that causes the signal."""
 
     def stop(*_):
-        msg = "the time is up"
-        raise TimeoutError(msg)
+        raise TimeoutError("the time is up")
 
     before = signal.signal(signal.SIGINT, stop)
     try:

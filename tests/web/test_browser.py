@@ -20,11 +20,10 @@ from gradiometer.columns import Thresholds  # noqa: E402
 from gradiometer.monitor.monitor import Monitor  # noqa: E402
 from gradiometer.rules.finding import Finding, Severity  # noqa: E402
 from gradiometer.runs.reader import read_run  # noqa: E402
-from gradiometer.runs.writer import RunRecord  # noqa: E402
 from gradiometer.web import PageServer, server, write_page  # noqa: E402
 from support.changed_records import changed, column  # noqa: E402
 from support.synthetic_page import Dense, dense_page  # noqa: E402
-from support.synthetic_run import NEGATIVES, TAPS, make_catalog, make_info, make_records, write_run  # noqa: E402
+from support.synthetic_run import NEGATIVES, TAPS, make_catalog, make_records, write_records, write_run  # noqa: E402
 
 CHROMIUM = os.environ.get("CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -120,8 +119,7 @@ def page(shared):
     # as it was opened: a search also clears the chosen cell, and the table is that of the whole run again
     found.fill("#search", "blocks")
     found.fill("#search", "")
-    found.click("#statistics >> text='norm'")
-    found.wait_for_selector("#statistics [aria-pressed=true] >> text='norm'")
+    wait_for_pressed(found, "#statistics", "norm")
     found.click("#scales >> text='relative to usual'")
     if found.is_enabled("#reset"):
         found.click("#reset")
@@ -248,8 +246,7 @@ def test_hovering_tells_name_step_and_value(page, small):
 def test_another_statistic(page, small, button, statistic):
     page.click("#scales >> text='absolute'")
     before = colour(page, 4, 70)
-    page.click(f"#statistics >> text='{button}'")
-    page.wait_for_selector(f"#statistics [aria-pressed=true] >> text='{button}'")
+    wait_for_pressed(page, "#statistics", button)
     value = float(read_run(small.parent).matrix(statistic)[1][70, 4])
     text = hover(page, 4, 70)
     if statistic == "zero_fraction":
@@ -263,8 +260,7 @@ def test_another_statistic(page, small, button, statistic):
 def test_all_kinds(opened, tmp_path):
     run = write_run(tmp_path / "run", steps=STEPS, kinds=("grads", "weights", "updates"))
     page = opened(write_page(run))
-    page.click("#kinds >> text='updates'")
-    page.wait_for_selector("#kinds [aria-pressed=true] >> text='updates'")
+    wait_for_pressed(page, "#kinds", "updates")
     assert hover(page, 2, 100).startswith("blocks.1.weight.update")
 
 
@@ -403,12 +399,7 @@ def test_names_stay_text(opened, odd):
 def write_changed(path, change, steps=20, **info):
     """Write a run in which ``change`` has altered each record."""
     catalog = make_catalog(3)
-    sink = RunRecord(path, segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(catalog, **info))
-    for record in make_records(catalog, steps):
-        sink.write([change(record)], [])
-    sink.close()
-    return path
+    return write_records(path, catalog, map(change, make_records(catalog, steps)), info=info)
 
 
 def nothing_finite(path):
@@ -778,7 +769,7 @@ def test_names_of_scalars_stay_text(opened, tmp_path):
 
 def test_a_run_of_scalars_alone_has_charts_as_wide_as_the_page(opened, tmp_path):
     def change(record):
-        return replace(record, values=None, scalars={"loss": 1.0 + record.step, "lr": 0.1})
+        return replace(record, tables={}, scalars={"loss": 1.0 + record.step, "lr": 0.1})
 
     page = opened(write_page(write_changed(tmp_path / "run", change)))
     assert page.is_hidden("#cells")

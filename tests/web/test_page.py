@@ -20,11 +20,10 @@ from gradiometer.recorder import KINDS
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs.reader import Run, RunError, read_run
-from gradiometer.runs.writer import RunRecord
 from gradiometer.web import data, matrices, write_page
 from support.changed_records import changed, column
 from support.synthetic_page import Dense, dense_page, read_cells
-from support.synthetic_run import NEGATIVES, TAPS, make_catalog, make_info, make_records, write_run
+from support.synthetic_run import NEGATIVES, TAPS, make_catalog, make_records, write_records, write_run
 
 NAMES = (
     "<b>x</b>",
@@ -74,16 +73,9 @@ def held(path):
 PAIR = make_catalog(2)
 
 
-def record(path, records, first_step=0, fault=None, **info):
+def record(path, records, first_step=0, catalog=PAIR, **options):
     """Write these records, perhaps resuming a run, and read it."""
-    sink = RunRecord(path, segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(PAIR, first_step, **info))
-    for one in records:
-        sink.write([one], [])
-    if fault is not None:
-        sink.fault(fault)
-    sink.close()
-    return read_run(path)
+    return read_run(write_records(path, catalog, records, first_step, **options))
 
 
 def line_of(page, name):
@@ -475,11 +467,10 @@ def test_a_run_of_too_many_scalars_says_how_many_are_not_drawn(tmp_path):
 def test_the_statistics_of_updates_are_those_of_each_step(tmp_path, monkeypatch, binned):
     nonfinite = {7: "n_nan", 8: "n_posinf", 9: "n_neginf"}
     catalog = make_catalog(3, ("grads", "updates"))
-    sink = RunRecord(tmp_path / "run", segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(catalog))
-    for one in make_records(catalog, 48):
+
+    def change(one):
         # values are 1 / 4 of the weight, cosines 1 to -1, and some elements are stuck
-        def put(table, one=one):
+        def put(table):
             squares, numel = column(table, "sumsq_u"), column(table, "numel")
             column(table, "sumsq_b")[...] = column(table, "sumsq_a")[...] = 16.0 * squares
             column(table, "sumsq_g")[...] = squares
@@ -493,9 +484,9 @@ def test_the_statistics_of_updates_are_those_of_each_step(tmp_path, monkeypatch,
             if one.step in nonfinite:
                 column(table, nonfinite[one.step])[1] = 1.0
 
-        sink.write([changed(one, put, "updates")], [])
-    sink.close()
-    run = read_run(tmp_path / "run")
+        return changed(one, put, "updates")
+
+    run = record(tmp_path / "run", map(change, make_records(catalog, 48)), catalog=catalog)
     if binned > 1:
         monkeypatch.setattr(matrices, "MOST_COLUMNS", 16)
     page = data.page_of(run)

@@ -35,11 +35,7 @@ class Exit(enum.IntEnum):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
-
-    Args:
-        argv: the arguments; None for ``sys.argv[1:]``.
-    """
+    """Run the command of these arguments, by default of ``sys.argv[1:]``, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--debug" in arguments:
         arguments.remove("--debug")

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import webbrowser
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -173,9 +174,20 @@ def _serve(
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
 ) -> None:
     """Serve the page of a run on this machine only, with new steps as they are written, until Ctrl-C."""
-    from gradiometer.cli import serve  # noqa: PLC0415 only this command needs it
+    from gradiometer.web import PageServer  # noqa: PLC0415 only this command needs it
 
-    serve.serve(read_run(run), port=port, as_json=as_json)
+    found = read_run(run)
+    try:
+        server = PageServer(found, port)
+    except OSError as error:
+        msg = f"port {port} of 127.0.0.1 cannot be used: {error.strerror}; pass another --port, or none"
+        raise OSError(msg) from None
+    with server:
+        if as_json:
+            print(json.dumps({"url": server.url}), flush=True)
+        else:
+            print(f"{printable(str(run))} at {server.url} (Ctrl-C ends)", flush=True)
+        server.serve_forever()
 
 
 def _watch(
@@ -201,7 +213,8 @@ def _ls(
     from gradiometer.cli import ls  # noqa: PLC0415 with rich
 
     found = ls.look(folder)
-    _print(ls.to_dict(folder, found), lambda _: ls.render(folder, found), as_json=as_json)
+    values = {"folder": str(folder), "runs": [asdict(x) for x in found]}
+    _print(values, lambda _: ls.render(folder, found), as_json=as_json)
 
 
 def _show(
@@ -334,7 +347,7 @@ def _fingerprint(
     found = fingerprint.look(file)
     checked = fingerprint.check(found, expected)
     _print(
-        checked.to_dict(),
+        asdict(checked),
         lambda _: fingerprint.render_check(checked, found, expected, file, saved),
         as_json=as_json,
     )

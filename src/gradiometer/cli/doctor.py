@@ -78,11 +78,7 @@ class Doctor:
 
 
 def examine(run_dir: Path | None = None) -> Doctor:
-    """Check this machine; takes a few seconds, mostly for imports.
-
-    Args:
-        run_dir: a folder for runs, which need not exist yet.
-    """
+    """Check this machine, and a folder for runs that need not exist yet; takes seconds, for imports."""
     found, problems = devices.examine()
     versions = {
         "gradiometer": __version__,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -31,12 +31,7 @@ _RATIO: Final = 100
 def look(file: Path) -> dict[str, str]:
     """Return what `gradiometer.fingerprint` returns for the content of a file.
 
-    Args:
-        file: a .safetensors file, or one of ``torch.save``, which is loaded with ``weights_only=True``.
-
-    Raises:
-        RunError: if it cannot be read.
-        ImportError: if it is a .safetensors file, and the package is not installed.
+    It is a .safetensors file, or one of ``torch.save``, which is loaded with ``weights_only=True``.
     """
     content = _read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file)
     try:
@@ -105,11 +100,7 @@ def _reason(error: Exception) -> str:
 
 
 def stored(file: Path) -> dict[str, str]:
-    """Return fingerprints that were stored as JSON.
-
-    Raises:
-        RunError: if the file holds anything else.
-    """
+    """Return fingerprints that were stored as JSON; a RunError if the file holds anything else."""
     _check_regular(file)
     try:
         with open_file(file) as opened:
@@ -141,10 +132,6 @@ class Check:
     differing: list[str]
     missing: list[str]
     added: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 def check(found: Mapping[str, str], expected: Mapping[str, str]) -> Check:

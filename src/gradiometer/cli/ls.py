@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from gradiometer.cli import tables
 from gradiometer.rules import Severity, summarize
@@ -53,10 +53,7 @@ class Listed:
 def look(folder: Path, now: float | None = None) -> list[Listed]:
     """Return the runs in a folder and below it, the latest first; ``now`` is the Unix time.
 
-    Hidden folders are left out, and links are not followed.
-
-    Raises:
-        RunError: if there is no such folder.
+    Hidden folders are left out, and links are not followed. A RunError if there is no such folder.
     """
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder; pass one that has runs in it or below it")
@@ -103,11 +100,6 @@ def _fault(run: Run) -> str:
     fault = run.blackbox
     last = run.attempts[-1].number if run.attempts else 1
     return "" if fault is None or fault.get("attempt", last) < last else str(summarize(fault))
-
-
-def to_dict(folder: Path, found: Sequence[Listed]) -> dict[str, Any]:
-    """Return plain values."""
-    return {"folder": str(folder), "runs": [asdict(x) for x in found]}
 
 
 def render(folder: Path, found: Sequence[Listed]) -> RenderableType:

@@ -50,14 +50,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class PrecisionOverRun:
-    """What the command shows.
-
-    Attributes:
-        run: the run's folder.
-        report: of the step.
-        steps: all steps with histograms.
-        trends: each tensor over these steps.
-    """
+    """What the command shows: the report of a step, and each tensor over all steps with histograms."""
 
     run: str
     report: StepPrecision
@@ -80,16 +73,10 @@ class PrecisionOverRun:
 
 
 def look(run: Run, step: int | None, kind: str, formats: Sequence[str] | None) -> PrecisionOverRun:
-    """Return what a run says about formats.
+    """Return what a run says about formats, or all of them.
 
-    Args:
-        run: the run.
-        step: a measured step; negative numbers count from the end, and None is the last one.
-        kind: of the tensors, such as ``"grads"``.
-        formats: None for all.
-
-    Raises:
-        RunError: if there are no histograms of that step or kind; the message says what there is.
+    ``step``: a measured step; negative numbers count from the end, and None is the last one. A RunError if
+    there are no histograms of that step or kind says what there is.
     """
     steps = run.precision_steps
     if step is not None and -len(steps) <= step < 0:

@@ -78,15 +78,10 @@ def look(
 ) -> Shown:
     """Return one step of a run.
 
-    Args:
-        run: the run.
-        step: its number; negative numbers count from the end. None for the last step with tensors of this
-            kind, or for the last step if none has any, and then with the findings of all steps.
-        kind: the kind of the tensors.
-        name: only tensors whose name matches (`re.Pattern.search`).
-
-    Raises:
-        RunError: if the run has no such step, kind or tensor; the message says what it has.
+    Negative numbers of steps count from the end. None is the last step with tensors of this kind, or the last
+    step if none has any, and then with the findings of all steps. With ``name``, the report has only tensors
+    whose name matches (`re.Pattern.search`). A RunError if the run has no such step, kind or tensor says what
+    it has.
     """
     rows = run.steps.select(["step", "kinds", "attempt"])
     is_last = step is None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradiometer.cli.doctor import Doctor
     from gradiometer.cli.show import Shown
     from gradiometer.rules import Finding
-    from gradiometer.runs import Comparison, Difference, Side, Verification
+    from gradiometer.runs import Comparison, Difference, Verification
     from gradiometer.stats import TableReport
 
 _STYLES: Final = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
@@ -200,7 +200,8 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
     """Return the first difference of two runs."""
     table = grid(["", "run", ">steps", ">from", ">to", ">with tensors"])
     for name, side in (("A", found.a), ("B", found.b)):
-        table.add_row(name, text(side.path), *_range(side))
+        ends = ["-" if x is None else str(x) for x in (side.first, side.last)]
+        table.add_row(name, text(side.path), f"{side.steps:,}", *ends, f"{side.recorded:,}")
     how = f"within a relative tolerance of {found.rtol:g}" if found.rtol else "exactly"
     lines: list[RenderableType] = [table, text("")]
     lines += [text(note) for note in _notes(found)]
@@ -233,14 +234,6 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
         note = f"total norm at step {step}, the last in both: {number(a, 6)} in A, {number(b, 6)} in B"
         lines += [text(""), text((note, "dim"))]
     return group(*lines)
-
-
-def _range(side: Side) -> list[str]:
-    return [
-        f"{side.steps:,}",
-        *("-" if x is None else str(x) for x in (side.first, side.last)),
-        f"{side.recorded:,}",
-    ]
 
 
 def _notes(found: Comparison) -> Iterable[str]:
@@ -304,9 +297,8 @@ def _most_telling(difference: Difference) -> tuple[str, float | None, float | No
             return 0, 0.0
         if column is not None and column.style == "rare":
             return 1, 0.0
-        return 2 if name.startswith(
-            "sumsq"
-        ) else 3 if column is not None and column.merge == "max" else 4, -apart
+        place = 2 if name.startswith("sumsq") else 3 if column is not None and column.merge == "max" else 4
+        return place, -apart
 
     name = min(difference.values, key=rank)
     a, b = difference.values[name]

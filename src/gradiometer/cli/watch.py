@@ -225,15 +225,10 @@ def watch(
     follow: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Show a run until it is closed.
+    """Show a run until it is closed; with ``once``, only as it is now, and with ``follow``, also after that.
 
-    Args:
-        run: the run; it is refreshed.
-        console: a terminal shows a frame that is updated; anything else gets a line for each change.
-        interval: seconds between two updates.
-        once: show its current state and return.
-        follow: continue when it is closed.
-        as_json: print a line of JSON for each change on stdout.
+    A terminal shows a frame that is updated; anything else gets a line for each change, or one of JSON on
+    stdout.
     """
     live = None
     if console.is_terminal and not (once or as_json):

@@ -42,8 +42,6 @@ SHOWN: Final = 2
 ROWS: Final = 4
 # characters per line of text
 WIDTH: Final = 96
-# packages for the run record and the page
-PACKAGES: Final = ("pyarrow",)
 
 
 class _Run:
@@ -305,12 +303,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m gradiometer.d
     # for a core that another process is using. At this size, more than a few threads gain nothing.
     torch.set_num_threads(max(1, min(MAX_THREADS, torch.get_num_threads() - 1)))
     device, backend, options = _parse(argv, prog)
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        print(
-            f"The demo writes no run record and no page: {' and '.join(missing)} not installed\n"
-            "  (pip install 'gradiometer[monitor]').\n"
-        )
+    can_write = importlib.util.find_spec("pyarrow") is not None
+    if not can_write:
+        print("The demo writes no run record and no page: pyarrow not installed")
+        print("  (pip install 'gradiometer[monitor]').\n")
     if device.type == "cuda":
         # otherwise Inductor recommends it in a warning
         torch.set_float32_matmul_precision("high")
@@ -324,5 +320,5 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m gradiometer.d
     )
     # off by default up to torch 2.15
     with torch._dynamo.config.patch(trace_autograd_ops=True):  # noqa: SLF001
-        passed = _demo(training, backend, options.steps, None if missing else options.run_dir)
+        passed = _demo(training, backend, options.steps, options.run_dir if can_write else None)
     return 0 if passed else 1

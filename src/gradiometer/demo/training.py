@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 
     from gradiometer.monitor import Monitor
 
+    # runs a step and returns the loss
+    Step = Callable[[], Tensor]
+
 VOCABULARY, CHARACTERS = 128, 2**20
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 3, 192, 6, 64, 16
 LR = 1e-3
 FAULTY: Final = "blocks.1.up.weight"
 # operators that make the host wait for a value on the device
 SYNCS: Final = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2"}
-
-if TYPE_CHECKING:
-    # runs a step and returns the loss
-    Step = Callable[[], Tensor]
 
 
 def corpus(characters: int = CHARACTERS) -> Tensor:

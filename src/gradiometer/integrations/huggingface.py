@@ -53,9 +53,6 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         trainer: the Trainer; its ``training_step`` and ``train`` are wrapped. Then add the callback to it.
         options: arguments of `Monitor`, except the model. Sinks are started again for each ``train``.
 
-    Attributes:
-        monitor: the monitor of the current or last run; None before the first.
-
     Raises:
         TypeError: for an unknown option, or if ``trainer`` is not a Trainer.
 

@@ -69,9 +69,6 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     Args:
         options: arguments of `Monitor`, except the model. Sinks are started again for each ``fit``.
 
-    Attributes:
-        monitor: the monitor of the current or last run; None before the first.
-
     Raises:
         TypeError: for an unknown option.
 

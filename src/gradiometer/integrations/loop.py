@@ -9,12 +9,11 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.control import inverse_scale, is_still_scaled
 from gradiometer.inputs import tracked_parameters
+from gradiometer.integrations.session import collect_part
 from gradiometer.monitor import Monitor, raise_of_handlers
 from gradiometer.recorder import Driver, master_copies
-from gradiometer.stats import collect_grads
 from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
@@ -107,17 +106,12 @@ def watch(
         return _add_callback(model, package, options)
     optimizers = _optimizers(optimizer)
     if scaler is not None and not isinstance(scaler, GradScaler):
-        msg = f"watch: expected scaler=torch.amp.GradScaler(...), got {type(scaler).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"watch: expected scaler=torch.amp.GradScaler(...), got {type(scaler).__name__}")
     names, tensors = tracked_parameters(model)
     parts = _parts(optimizers, dict(zip(tensors, names, strict=True)))
     monitor = Monitor(model, **options)
-    measured = {
-        "thresholds": options.get("thresholds", DEFAULT_THRESHOLDS),
-        "fingerprint": bool(options.get("fingerprint", False)),
-    }
     monitor.set_driver(Driver("watch", tuple(optimizers)))
-    loop = _Loop(monitor, optimizers, parts, measured, has_updates=bool(options.get("updates")))
+    loop = _Loop(monitor, optimizers, parts, options)
     for each in optimizers:
         monitor.call_at_close(each.register_step_pre_hook(loop.before).remove)
         monitor.call_at_close(each.register_step_post_hook(loop.after).remove)
@@ -145,8 +139,7 @@ def _add_callback(trainer: Any, package: str, options: Mapping[str, Any]) -> Any
 def _optimizers(given: Any) -> list[Optimizer]:
     """Return the optimizers, without wrappers such as Accelerate's."""
     if given is None:
-        msg = "watch: pass the optimizer too: gm.watch(model, optimizer)"
-        raise TypeError(msg)
+        raise TypeError("watch: pass the optimizer too: gm.watch(model, optimizer)")
     found = []
     for each in given if isinstance(given, (list, tuple)) else [given]:
         inner = getattr(each, "optimizer", None)
@@ -156,8 +149,7 @@ def _optimizers(given: Any) -> list[Optimizer]:
             raise TypeError(msg)
         found.append(optimizer)
     if not found:
-        msg = "watch: got no optimizer; pass those that update the model"
-        raise ValueError(msg)
+        raise ValueError("watch: got no optimizer; pass those that update the model")
     return found
 
 
@@ -200,7 +192,7 @@ class _Loop:
     """Calls a monitor from optimizers, the last of which ends the step.
 
     An error ends the watching, and training goes on. ``parts``: the named parameters of each optimizer.
-    ``measured``: arguments of `collect_grads`, as those of the monitor.
+    ``options``: those of the monitor.
     """
 
     def __init__(
@@ -208,12 +200,9 @@ class _Loop:
         monitor: Monitor,
         optimizers: Sequence[Optimizer],
         parts: Sequence[list[tuple[str, Tensor]]],
-        measured: Mapping[str, Any],
-        *,
-        has_updates: bool,
+        options: Mapping[str, Any],
     ) -> None:
-        self._monitor, self._optimizers, self._parts = monitor, optimizers, parts
-        self._measured, self._has_updates = measured, has_updates
+        self._monitor, self._optimizers, self._parts, self._options = monitor, optimizers, parts, options
         if len(optimizers) > 1:
             monitor.split_updates([{name for name, _ in part} for part in parts])
         self._has_failed = False
@@ -274,8 +263,7 @@ class _Loop:
                 self._monitor.record(inv_scale=inv_scale)
                 return
             part = self._parts[self._index(optimizer)]
-            stats = collect_grads(part, inv_scale=inv_scale, **self._measured)
-            self._monitor.record(stats)
+            self._monitor.record(collect_part(part, inv_scale, self._options))
         except Exception as error:  # noqa: BLE001 training goes on
             raise_of_handlers(error)
             self._fail(error)
@@ -283,7 +271,7 @@ class _Loop:
     def _advance(self, optimizer: Optimizer) -> None:
         if self._is_over:
             return
-        if self._has_updates and len(self._optimizers) > 1:
+        if self._options.get("updates") and len(self._optimizers) > 1:
             # now: the loop may change its weights before the others step
             self._monitor.record_updates(self._index(optimizer))
         if optimizer is not self._optimizers[-1]:

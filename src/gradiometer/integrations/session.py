@@ -23,10 +23,12 @@ from gradiometer.stats import collect_grads
 from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.amp import GradScaler
     from torch.utils.hooks import RemovableHandle
+
+    from gradiometer.stats import TensorStats
 
 _LOG = logging.getLogger("gradiometer")
 
@@ -60,19 +62,13 @@ def while_running(hook: _Hook) -> _Hook:
 
 
 class Session:
-    """Watches consecutive training runs, each with its own `Monitor`.
+    """Watches consecutive training runs, each with its own `Monitor`; a TypeError for an unknown option.
 
-    Args:
-        caller: the name of the callback, for messages.
-        options: arguments of `Monitor`, except the model.
-        logger: the trainer's logger, for findings.
+    ``caller``: the name of the callback, for messages. ``logger``: the trainer's logger, for findings.
 
     Attributes:
         monitor: the monitor of the current or last run; None before the first.
         running: whether a run is being watched.
-
-    Raises:
-        TypeError: for an unknown option.
     """
 
     def __init__(self, caller: str, options: Mapping[str, Any], logger: logging.Logger = _LOG) -> None:
@@ -101,11 +97,8 @@ class Session:
     ) -> None:
         """Start to watch a model, from this step on, or from the state of an earlier monitor.
 
-        Steps are marked as skipped only with a scaler, because nothing else here acts on ``skip_step``.
-
-        Raises:
-            ValueError: for a value that Monitor rejects.
-            ImportError: for a run record or a sink whose package is not installed.
+        Steps are marked as skipped only with a scaler, because nothing else here acts on ``skip_step``. Only
+        an option that Monitor rejects, or a missing package, is an error.
         """
         self.end()
         self._measured = False
@@ -190,10 +183,7 @@ class Session:
             self.monitor.record(inv_scale=inv_scale)
         else:
             pairs = [(self._names[p], p) for p in only if p in self._names]
-            thresholds = self._options.get("thresholds", DEFAULT_THRESHOLDS)
-            bits = bool(self._options.get("fingerprint", False))
-            stats = collect_grads(pairs, thresholds=thresholds, inv_scale=inv_scale, fingerprint=bits)
-            self.monitor.record(stats)
+            self.monitor.record(collect_part(pairs, inv_scale, self._options))
         if not self._measured:
             self._measured = True
             self._begun.clear()
@@ -306,6 +296,15 @@ class Session:
         _LOG.warning("%s: %s", self._caller, one_line(message))
 
 
+def collect_part(
+    pairs: Sequence[tuple[str, Tensor]], inv_scale: Tensor | None, options: Mapping[str, Any]
+) -> TensorStats:
+    """Collect the gradients of some parameters as a monitor with these options does."""
+    thresholds = options.get("thresholds", DEFAULT_THRESHOLDS)
+    bits = bool(options.get("fingerprint", False))
+    return collect_grads(pairs, thresholds=thresholds, inv_scale=inv_scale, fingerprint=bits)
+
+
 def _for_others(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a monitor's state that ranks without rules need, as plain values."""
     box = state["black_box"]
@@ -351,9 +350,7 @@ def is_first() -> bool:
 def has_whole_gradients(model: Any, *, sharded: bool) -> bool:
     """Return whether a rank has full gradients, or DTensors, after backward.
 
-    Args:
-        model: the trained model with all its wrappers.
-        sharded: whether the framework reports that ranks hold parts.
+    ``model`` has all its wrappers; ``sharded``: whether the framework reports that ranks hold parts.
     """
     if not isinstance(model, nn.Module):
         return not sharded

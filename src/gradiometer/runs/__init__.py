@@ -11,9 +11,8 @@ from gradiometer.runs.directory import is_taken
 from gradiometer.runs.files import RunError, open_file
 from gradiometer.runs.json_files import encodable, parse_json, to_json
 from gradiometer.runs.kept_step import KeptStep, kept_path, load_kept_step, plain_batch, write_kept_steps
-from gradiometer.runs.precision import StepPrecision
 from gradiometer.runs.rank_blackbox import RankBlackbox
-from gradiometer.runs.reader import Run, read_run
+from gradiometer.runs.reader import Run, StepPrecision, read_run
 from gradiometer.runs.steps_table import scalars_of
 from gradiometer.runs.verify import File, Verification, verify
 from gradiometer.runs.writer import RunRecord

@@ -90,11 +90,12 @@ def joined(tables: Sequence[pa.Table]) -> pa.Table:
     return pyarrow().concat_tables(tables, promote_options="default")
 
 
-def put(out: Tensor, values: Tensor, places: tuple[Tensor, Tensor]) -> None:
-    """Write ``(n, ...)`` values to their places ``(S, N)`` in ``out``; skip rows with an index of -1."""
+def put(out: Tensor, values: Tensor, places: tuple[Tensor, Tensor]) -> Tensor:
+    """Write ``(n, ...)`` values to their places ``(S, N)`` in ``out``, and return it; -1 is no place."""
     rows, names = places
     bad = (rows | names) < 0
     if bad.any():
         keep = ~bad
         rows, names, values = rows[keep], names[keep], values[keep]
     out.flatten(0, 1).index_copy_(0, (rows * out.shape[1]).add_(names), values)
+    return out

@@ -45,12 +45,7 @@ class Attempt:
 
 
 def list_attempts(entries: Sequence[Mapping[str, Any]], begins: Mapping[int, int]) -> tuple[Attempt, ...]:
-    """Return the attempts, ascending.
-
-    Args:
-        entries: ``attempts`` of run.json.
-        begins: the first step that each attempt wrote, from the names of files.
-    """
+    """Return the attempts, from those of run.json and the first step that each wrote, by names of files."""
     known = {entry["attempt"]: entry for entry in entries}
     found = []
     for number in sorted({*begins, *known}):

@@ -3,6 +3,8 @@
 A JSON file has a key ``digest``. A Parquet file has a block before its footer, where readers of Parquet look
 at nothing: what the file claims to be as JSON, the length of that JSON in 4 bytes, the digest in 32 bytes,
 and `_MAGIC`. The digest is SHA-256 of all other bytes of the file.
+
+The message of an error about a digest completes ``<file> cannot be read (...)``.
 """
 
 from __future__ import annotations
@@ -21,10 +23,6 @@ _PARQUET: Final = b"PAR1"
 _SIZE: Final = 32
 _BLOCK: Final = 1 << 20
 _PREFIX: Final = "sha256:"
-
-
-class DamageError(ValueError):
-    """A file is not as it was written; the message completes ``<file> cannot be read (...)``."""
 
 
 class Claims(NamedTuple):
@@ -65,7 +63,7 @@ def read_claims(file: IO[bytes]) -> Claims:
     """Check a Parquet file against its digest and return what it claims to be.
 
     Raises:
-        DamageError: if they differ, the file has no digest, or it is not a Parquet file.
+        ValueError: if they differ, the file has no digest, or it is not a Parquet file.
     """
     size = file.seek(0, 2)
     file.seek(max(size - 8, 0))
@@ -73,13 +71,11 @@ def read_claims(file: IO[bytes]) -> Claims:
     footer = size - 8 - int.from_bytes(end[:4], "little")
     at = footer - len(_MAGIC) - _SIZE
     if end[4:] != _PARQUET or footer < len(_PARQUET):
-        msg = "it does not end as a Parquet file does"
-        raise DamageError(msg)
+        raise ValueError("it does not end as a Parquet file does")
     file.seek(max(at - 4, 0))
     length, digest, magic = int.from_bytes(file.read(4), "little"), file.read(_SIZE), file.read(len(_MAGIC))
     if at < 4 or magic != _MAGIC:
-        msg = "its digest is missing"
-        raise DamageError(msg)
+        raise ValueError("its digest is missing")
     hashed = hashlib.sha256()
     file.seek(0)
     left = at
@@ -90,8 +86,7 @@ def read_claims(file: IO[bytes]) -> Claims:
     while part := file.read(_BLOCK):
         hashed.update(part)
     if hashed.digest() != digest:
-        msg = "its content does not match its digest"
-        raise DamageError(msg)
+        raise ValueError("its content does not match its digest")
     file.seek(max(at - 4 - length, 0))
     return _claims(json.loads(file.read(length)), digest.hex())
 
@@ -108,8 +103,7 @@ def _claims(values: Any, digest: str) -> Claims:
         if not all([isinstance(x, int) for x in integers]) or not are_names:
             raise TypeError  # noqa: TRY301 as for other wrong types
     except (AttributeError, TypeError, ValueError):
-        msg = "what it says about itself is not understood"
-        raise DamageError(msg) from None
+        raise ValueError("what it says about itself is not understood") from None
     return found
 
 
@@ -120,24 +114,16 @@ def json_digest(name: str, value: Mapping[str, Any]) -> str:
 
 
 def pop_digest(name: str, value: Any) -> str | None:
-    """Check the content of a JSON file against its digest, which is removed and returned.
-
-    Args:
-        name: the file's name.
-        value: its content.
-
-    Returns:
-        the digest; None if it is null.
+    """Remove the digest from the content of a JSON file of this name, and return it; None if it is null.
 
     Raises:
-        DamageError: if they differ, or it is missing.
+        ValueError: if the content has another digest, or none.
     """
     if not isinstance(value, dict) or "digest" not in value:
         # a damaged key must not make it a file without a digest
-        msg = "its digest is missing; a change by hand must set it to null"
-        raise DamageError(msg)
+        raise ValueError("its digest is missing; a change by hand must set it to null")
     digest = value.pop("digest")
     if digest not in {None, json_digest(name, value)}:
         msg = "its content does not match its digest; a change by hand must set the digest to null"
-        raise DamageError(msg)
+        raise ValueError(msg)
     return digest if digest is None else str(digest)

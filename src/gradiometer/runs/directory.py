@@ -21,8 +21,7 @@ _ours: set[Path] = set()
 def take(run: Path) -> Any:
     """Lock a folder and return the lock, which is released when the process ends for any reason.
 
-    Raises:
-        RunError: if it is locked already.
+    A RunError if it is locked already.
     """
     home = run.resolve()
     if home in _ours:

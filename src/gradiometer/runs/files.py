@@ -49,8 +49,7 @@ def open_file(path: Path) -> IO[bytes]:
     if stat_.S_ISREG(stat.st_mode) and not is_sparse:
         return file
     file.close()
-    msg = "it has large holes" if is_sparse else "it is not a regular file"
-    raise OSError(msg)
+    raise OSError("it has large holes" if is_sparse else "it is not a regular file")
 
 
 def _without_waiting(path: str, flags: int) -> int:
@@ -59,7 +58,8 @@ def _without_waiting(path: str, flags: int) -> int:
 
 def unfit(path: Path, found: object) -> RunError:
     """Return the error for a JSON file with unexpected content."""
-    return RunError(f"{path} has unexpected content ({found}): fix or delete it")
+    advice = "fix it" if path.name == "run.json" else "fix or delete it"
+    return RunError(f"{path} has unexpected content ({found}): {advice}")
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:

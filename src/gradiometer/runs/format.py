@@ -137,11 +137,6 @@ def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
     """Return the schema of a Parquet file."""
     pa = pyarrow()
     types = {
-        "int64": pa.int64(),
-        "uint64": pa.uint64(),
-        "int32": pa.int32(),
-        "double": pa.float64(),
-        "bool": pa.bool_(),
         "map<string, double>": pa.map_(pa.string(), pa.float64()),
         "list<item: string>": pa.list_(pa.field("item", pa.string())),
         "list<item: int32>": pa.list_(pa.field("item", pa.int32())),
@@ -149,7 +144,8 @@ def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
         "list<item: double>": pa.list_(pa.field("item", pa.float64())),
         NAMES: pa.dictionary(pa.int32(), pa.string()),
     }
-    return pa.schema([pa.field(f.name, types[f.type], nullable=f.nullable) for f in fields])
+    found = [types.get(f.type) or pa.type_for_alias(f.type) for f in fields]
+    return pa.schema([pa.field(f.name, x, nullable=f.nullable) for f, x in zip(fields, found, strict=True)])
 
 
 def segment_path(run: Path, table: str, attempt: int, first_step: int) -> Path:
@@ -159,9 +155,14 @@ def segment_path(run: Path, table: str, attempt: int, first_step: int) -> Path:
 
 def list_segments(run: Path, table: str = "steps") -> dict[tuple[int, int], Any]:
     """Return the `stamp` of each segment's file in a table, by attempt and first step, ascending."""
+    return list_files(run / table, table, "parquet")
+
+
+def list_files(folder: Path, name: str, suffix: str) -> dict[tuple[int, int], Any]:
+    """Return the `stamp` of each file of this kind, by attempt and first step, ascending."""
     found = {}
-    for path in (run / table).glob(f"{table}-*.parquet"):
-        if match := re.fullmatch(rf"{table}-(\d+)-(\d+)\.parquet", path.name):
+    for path in folder.glob(f"{name}-*.{suffix}"):
+        if match := re.fullmatch(rf"{name}-(\d+)-(\d+)\.{suffix}", path.name):
             found[int(match[1]), int(match[2])] = path
     # after the last name: a segment that has a following one is not replaced any more
     return {key: stamp(path) for key, path in sorted(found.items())}

@@ -1,4 +1,4 @@
-"""What run.json says of a run, after it is checked, and the catalog in it."""
+"""What run.json and findings.json say of a run, after it is checked, and the catalog."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.recorder import KINDS, Catalog, Rows, kinds_of
-from gradiometer.runs.files import RunError
-from gradiometer.runs.format import (
-    FINGERPRINTS,
-    FORMAT,
-    LARGEST_ATTEMPT,
-    ROW,
-    STEPS,
-    TABLE_NAME,
-    VERSION,
-)
+from gradiometer.rules import Finding, checked
+from gradiometer.runs.files import RunError, unfit
+from gradiometer.runs.format import FINGERPRINTS, FORMAT, LARGEST_ATTEMPT, ROW, STEPS, TABLE_NAME, VERSION
 from gradiometer.runs.json_files import encodable, read_json
 
 if TYPE_CHECKING:
@@ -33,8 +26,7 @@ def read_info(path: Path) -> dict[str, Any]:
         advice = (
             "the run_dir of a Monitor" if inner is None else f"one of the runs in it, such as {inner.parent}"
         )
-        msg = f"{path} is not a run: {reason}; pass {advice}"
-        raise RunError(msg)
+        raise RunError(f"{path} is not a run: {reason}; pass {advice}")
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         msg = f"{path / 'run.json'} does not have the format {FORMAT}: pass the run_dir of a Monitor"
         raise RunError(msg)
@@ -54,30 +46,20 @@ def read_info(path: Path) -> dict[str, Any]:
     }
     if wrong := [key for key, fit in fits.items() if not fit]:
         shown = ", ".join([f"{key}: {info.get(key)!r:.40}" for key in wrong])
-        msg = f"{path / 'run.json'} has unexpected content ({shown}): fix it"
-        raise RunError(msg)
+        raise unfit(path / "run.json", shown)
     return info
 
 
 def catalog_of(path: Path, info: Mapping[str, Any]) -> Catalog:
-    """Return the catalog of run.json.
-
-    Raises:
-        RunError: if it is not one.
-    """
+    """Return the catalog of run.json; a RunError if it is not one."""
     try:
         return load_catalog(info["catalog"])
     except (KeyError, ValueError) as error:
-        msg = f"{path / 'run.json'} has unexpected content ({error!r}): fix it"
-        raise RunError(msg) from None
+        raise unfit(path / "run.json", repr(error)) from None
 
 
 def load_catalog(values: Any) -> Catalog:
-    """Return the catalog of run.json or of a journal.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Return the catalog of run.json or of a journal; a ValueError for anything else."""
     try:
         found = checked_catalog(Catalog.from_dict(values))
         # rules and views ask for derived values of gradients, and of other kinds that they know
@@ -87,8 +69,7 @@ def load_catalog(values: Any) -> Catalog:
             if kind.name in KINDS and KINDS[kind.name] != kind and KINDS[kind.name].measure is None
         ]
         if odd or "grads" not in found.kinds:
-            msg = f"kind {odd[0]} is another one" if odd else "there is no kind grads"
-            raise ValueError(msg)  # noqa: TRY301 as for other content
+            raise ValueError(f"kind {odd[0]} is another one" if odd else "there is no kind grads")  # noqa: TRY301 as for other content
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         msg = f"catalog: {error!s:.80}" if isinstance(error, ValueError) else f"catalog: {error!r:.80}"
         raise ValueError(msg) from None
@@ -96,17 +77,12 @@ def load_catalog(values: Any) -> Catalog:
 
 
 def checked_catalog(catalog: Catalog) -> Catalog:
-    """Return a catalog whose schemas can be stored as tables.
-
-    Raises:
-        ValueError: for one whose names cannot be those of folders and of columns.
-    """
+    """Return a catalog; a ValueError for one whose names cannot be those of folders and of columns."""
     schemas = {kind.schema.name: kind.schema for kind in catalog.kinds.values()}
     own = {field.name for field in (*ROW, *FINGERPRINTS)} | {"flags"}
     for name in catalog.kinds:
         if f"{name}_norm" in {field.name for field in STEPS}:
-            msg = f"kind {name!r:.40}: the table of steps has a column {name}_norm"
-            raise ValueError(msg)
+            raise ValueError(f"kind {name!r:.40}: the table of steps has a column {name}_norm")
     for name, schema in schemas.items():
         problem = ""
         if not TABLE_NAME.fullmatch(name) or name == "steps":
@@ -116,16 +92,14 @@ def checked_catalog(catalog: Catalog) -> Catalog:
         elif schema.storage == "columns" and own & {*schema.index}:
             problem = f"no column may have the name {min(own & {*schema.index})}"
         if problem:
-            msg = f"schema {name!r:.40}: {problem}"
-            raise ValueError(msg)
+            raise ValueError(f"schema {name!r:.40}: {problem}")
     return catalog
 
 
 def merged_catalog(catalog: Catalog, old: Catalog | None) -> Catalog:
     """Return the catalog for run.json: these rows, then those that only earlier attempts had.
 
-    Raises:
-        ValueError: if a schema of earlier attempts has another one's name.
+    A ValueError if a schema of earlier attempts has another one's name.
     """
     names = [encodable(name) for name in catalog.names]
     taps = [encodable(name) for name in catalog.taps.names]
@@ -146,3 +120,31 @@ def merged_catalog(catalog: Catalog, old: Catalog | None) -> Catalog:
             kinds.setdefault(name, kind)
     parameters = Rows(tuple(names), tuple(shapes), tuple(dtypes))
     return checked_catalog(Catalog(parameters, kinds_of(kinds.values()), Rows(tuple(taps))))
+
+
+def read_findings(path: Path, closed_with: str | None = None) -> list[dict[str, Any]]:
+    """Return the findings of findings.json; each finding has the attempt that saw it last."""
+    content = read_json(path / "findings.json", closed_with)
+    if content is None:
+        return []
+    found = content.get("findings")
+    keys = {"attempt", "rule", "kind", "tensor", "first_step", "last_step", "value", "threshold"}
+    steps = ("attempt", "first_step", "last_step")
+    if (
+        not isinstance(found, list)
+        or not all([isinstance(x, dict) and keys <= x.keys() for x in found])
+        or not all([isinstance(x[name], int) for x in found for name in steps])
+    ):
+        raise unfit(path / "findings.json", f"{content!r:.40}")
+    try:
+        for values in found:
+            finding_of(values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise unfit(path / "findings.json", repr(error)) from None
+    return found
+
+
+def finding_of(values: Mapping[str, Any]) -> Finding:
+    """Return a finding of findings.json; a TypeError or another error if it is not one."""
+    numbers = {name: float(values[name]) for name in ("value", "threshold")}
+    return checked(Finding.from_dict({k: x for k, x in values.items() if k != "attempt"} | numbers))

@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.runs.digest import DamageError, json_digest, pop_digest
+from gradiometer.runs.digest import json_digest, pop_digest
 from gradiometer.runs.files import file_error, open_file, summary
 
 if TYPE_CHECKING:
@@ -67,12 +67,8 @@ def json_file(name: str, value: Mapping[str, Any]) -> tuple[bytes, str]:
 def read_json(path: Path, closed_with: str | None = None) -> Any:
     """Return the content of a run's JSON file without its digest; None if the file is missing.
 
-    Args:
-        path: the file.
-        closed_with: the digest that it must have, unless it was set to null by hand.
-
-    Raises:
-        RunError: if it cannot be read, or is not as it was written.
+    ``closed_with``: the digest that it must have, unless it was set to null by hand. A RunError if it cannot
+    be read, or is not as it was written.
     """
     return read_with_digest(path, closed_with)[0]
 
@@ -88,8 +84,7 @@ def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, s
             return value, None
         digest = pop_digest(path.name, value)
         if digest is not None and closed_with not in {None, digest}:
-            msg = "it is not the version that the run was closed with"
-            raise DamageError(msg)
+            raise ValueError("it is not the version that the run was closed with")  # noqa: TRY301 as for other damage
     except (FileNotFoundError, NotADirectoryError):
         return None, None
     except (OSError, ValueError, RecursionError) as error:
@@ -102,9 +97,8 @@ def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, s
 def parse_json(data: bytes) -> Any:
     """Return the value of a JSON text.
 
-    Raises:
-        ValueError: if it is not JSON, or has integers too long or levels too many.
-        RecursionError: if it has far too many levels.
+    A ValueError if it is not JSON, or has integers too long or levels too many; a RecursionError for far too
+    many levels.
     """
     value = json.loads(data.decode(), parse_int=_int)
     _check_depth(value)
@@ -113,8 +107,7 @@ def parse_json(data: bytes) -> Any:
 
 def _int(text: str) -> int:
     if len(text) > _DIGITS:
-        msg = f"the integer {text:.12}... is too long"
-        raise ValueError(msg)
+        raise ValueError(f"the integer {text:.12}... is too long")
     return int(text)
 
 
@@ -130,5 +123,4 @@ def _check_depth(value: Any) -> None:
         ]
         if not level:
             return
-    msg = f"it is nested more than {_DEPTH} levels deep"
-    raise ValueError(msg)
+    raise ValueError(f"it is nested more than {_DEPTH} levels deep")

@@ -48,14 +48,12 @@ def info_of(info: RunInfo, catalog: Catalog, old: Mapping[str, Any]) -> dict[str
 class JsonWriter:
     """Holds the content of the JSON files, and writes each that has changed.
 
-    Args:
-        run: the folder.
-        fsync: whether a file survives a power failure.
-        restore: called before a file is written; it makes the folder again if it was removed.
+    ``restore`` is called before a file is written; it makes the folder again if it was removed.
 
     Attributes:
         info: the content of run.json.
         info_changed: whether it must be written again.
+        report: that of a fault, until it is on disk.
     """
 
     def __init__(self, run: Path, *, fsync: bool, restore: Callable[[], None]) -> None:
@@ -65,7 +63,7 @@ class JsonWriter:
         self.info_changed = False
         self._findings: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._findings_changed = False
-        self._report: dict[str, Any] | None = None  # of a fault that is not on disk
+        self.report: dict[str, Any] | None = None
         self._digests: dict[str, str] = {}  # of the files
 
     def start(self, info: dict[str, Any], old: Mapping[str, Any], attempt: int) -> None:
@@ -79,23 +77,15 @@ class JsonWriter:
             self._digests.pop("findings.json", None)
 
     def add(self, finding: Finding, attempt: int) -> None:
-        """Add a finding, or replace it by what is known now.
-
-        Raises:
-            TypeError: for an object that is not a finding, or has a field of another type.
-        """
+        """Add a finding, or replace it by what is known now; a TypeError for anything else."""
         entry = checked(finding).to_dict() | {"attempt": attempt}
         self._findings[_key(entry)] = entry
         self._findings_changed = True
 
-    def set_report(self, report: dict[str, Any]) -> None:
-        """Set the report of a fault."""
-        self._report = report
-
     @property
     def has_changed(self) -> bool:
         """Whether a file must be written."""
-        return self._findings_changed or self.info_changed or self._report is not None
+        return self._findings_changed or self.info_changed or self.report is not None
 
     def forget(self, *, digests: bool) -> None:
         """Write all files again, because the folder was removed; with ``digests``, forget theirs, too."""
@@ -121,10 +111,10 @@ class JsonWriter:
 
     def write_report(self) -> None:
         """Write the report of a fault, if there is one that is not on disk."""
-        if self._report is not None:
-            self._keep_earlier_report(self._report["attempt"])
-            self._replace("blackbox.json", self._report)
-            self._report = None
+        if self.report is not None:
+            self._keep_earlier_report(self.report["attempt"])
+            self._replace("blackbox.json", self.report)
+            self.report = None
 
     def _keep_earlier_report(self, attempt: int) -> None:
         """Give the report and the kept step of an earlier attempt their own files."""

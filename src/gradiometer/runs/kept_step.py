@@ -124,8 +124,7 @@ def load_kept_step(run_dir: str | Path, *, current: bool = False) -> KeptStep:
             _check_archive(file)
             content = torch.load(file, map_location="cpu", weights_only=True)
         if content["format"] != _FORMAT or content["version"] > _VERSION:
-            msg = "it has another format"
-            raise ValueError(msg)  # noqa: TRY301 with the same advice
+            raise ValueError("it has another format")  # noqa: TRY301 with the same advice
         entry = content["current"] if current or content["first"] is None else content["first"]
         weights = content["weights"] or {}
         kept = KeptStep(**entry, weights=weights, weights_step=content["weights_step"])
@@ -144,8 +143,7 @@ def _check_archive(file: IO[bytes]) -> None:
     size = file.seek(0, 2)
     with zipfile.ZipFile(file) as archive:
         if sum([entry.file_size for entry in archive.infolist()]) > size:
-            msg = "its parts are larger than the file"
-            raise ValueError(msg)
+            raise ValueError("its parts are larger than the file")
     file.seek(0)
 
 
@@ -162,8 +160,7 @@ def _check(kept: KeptStep) -> None:
         "random": isinstance(kept.random, dict) and all([_is_state(*item) for item in kept.random.items()]),
     }
     if wrong := [name for name, fit in fits.items() if not fit]:
-        msg = f"it has no valid {' and '.join(wrong)}"
-        raise ValueError(msg)
+        raise ValueError(f"it has no valid {' and '.join(wrong)}")
 
 
 def _is_dense(value: Any) -> bool:
@@ -171,11 +168,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _restorable(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the generators that are here, after trying each state on a generator of its own.
-
-    Raises:
-        ValueError: if one of them cannot be restored.
-    """
+    """Return the states of the generators that are here, after trying each on a generator of its own."""
     found = {}
     for name, value in states.items():
         try:
@@ -229,10 +222,7 @@ def kept_path(run_dir: Path, rank: int | None = None) -> Path:
 def move_kept(run_dir: Path, seen: object, attempt: int) -> None:
     """Give the file of an earlier attempt its own name, and no other readers; not one that is newer.
 
-    Args:
-        run_dir: the folder.
-        seen: the `stamp` of the file before this attempt; None if there was none.
-        attempt: the attempt that wrote it.
+    ``seen``: the `stamp` of the file before this attempt; None if there was none.
     """
     path = kept_path(run_dir)
     if seen is None or stamp(path) != seen:
@@ -250,11 +240,7 @@ def write_kept_steps(
     weights: Mapping[str, Tensor] | None,
     weights_step: int | None,
 ) -> None:
-    """Write the file, which only its owner may read; it is replaced at once, or not at all.
-
-    Raises:
-        OSError: if the disk failed.
-    """
+    """Write the file, which only its owner may read; it is replaced at once, or not at all."""
     content = {"format": _FORMAT, "version": _VERSION, "first": first, "current": current}
     data = io.BytesIO()
     torch.save(content | {"weights": weights, "weights_step": weights_step}, data)

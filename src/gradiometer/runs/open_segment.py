@@ -51,17 +51,10 @@ class OpenSegment:
     removed, and the next one begins with the next step. The steps are made into rows as they come, so that
     `save` takes less time.
 
-    Args:
-        run: the folder.
-        catalog: the tables of all steps.
-        attempt: the attempt that writes.
-        last: attempt, first step and digest of the last file of steps; None if unknown.
-        fsync: whether the Parquet files survive a power failure.
-
     Attributes:
         attempt: the attempt that writes.
-        last: as above.
-        saved: how many of the steps are in Parquet files.
+        last: attempt, first step and digest of the last file of steps; None if unknown.
+        saved: how many of the steps are in Parquet files; 0 if these were removed.
     """
 
     def __init__(
@@ -98,9 +91,8 @@ class OpenSegment:
 
     @property
     def first_step(self) -> int:
-        """The first step; there must be one."""
-        steps = self._tables()["steps"]["step"]
-        return int(steps[0].as_py()) if len(steps) else self._new[0].step
+        """The first step, after `save`."""
+        return int(self._tables()["steps"]["step"][0].as_py())
 
     @property
     def missing(self) -> int:
@@ -184,10 +176,6 @@ class OpenSegment:
         self._journaled = max(begin - gone, 0), max(end - gone, 0)
         self._unwritten = self._unwritten[-len(self) :]
         return saved, lost
-
-    def forget_saved(self) -> None:
-        """Write all steps once more, because Parquet files were removed."""
-        self.saved = 0
 
     def _make_rows(self) -> None:
         if self._new:

@@ -59,15 +59,10 @@ def read_table(
     *,
     check_rows: Callable[[pa.Table], None] | None = None,
 ) -> pa.Table:
-    """Read one file.
+    """Return the rows of one file for which the expression ``where`` is true.
 
-    Args:
-        path: the file.
-        check: accepts its content, or raises.
-        fields: the columns that it may have.
-        columns: the columns to read; those that it may lack are left out then.
-        where: an expression that is true for the rows to read.
-        check_rows: accepts these rows, or raises a ValueError.
+    ``check`` raises for a file that it does not accept, and ``check_rows`` for rows. ``fields``: the columns
+    that the file may have; those of ``columns`` that it lacks are left out.
 
     Raises:
         RunError: if the file cannot be read or is not accepted.
@@ -89,8 +84,7 @@ def read_table(
             table = pq.read_table(content, filters=where, columns=columns, **options)
         for field in fields:
             if not field.nullable and field.name in table.column_names and table[field.name].null_count:
-                msg = f"column {field.name} has nulls"
-                raise ValueError(msg)  # noqa: TRY301 as for other content
+                raise ValueError(f"column {field.name} has nulls")  # noqa: TRY301 as for other content
         if check_rows is not None:
             check_rows(table)
     except (OSError, ValueError, pyarrow().ArrowException) as error:
@@ -103,8 +97,7 @@ def _footer_size(file: IO[bytes], size: int) -> int:
     file.seek(max(size - 8, 0))
     found = 8 + int.from_bytes(file.read(4), "little")
     if found > min(size, _LARGEST):
-        msg = f"it has a footer of {found} bytes"
-        raise ValueError(msg)
+        raise ValueError(f"it has a footer of {found} bytes")
     return found
 
 
@@ -117,8 +110,7 @@ def _in_memory(file: IO[bytes], start: int, end: int) -> pa.BufferReader:
     buffer = pyarrow().allocate_buffer(end - start)
     file.seek(start)
     if file.readinto(buffer) != end - start:  # type: ignore[attr-defined]
-        msg = "it became shorter while it was read"
-        raise ValueError(msg)
+        raise ValueError("it became shorter while it was read")
     return pyarrow().BufferReader(buffer)
 
 
@@ -129,11 +121,9 @@ def _check_form(parquet: Any, fields: Sequence[Field], columns: Sequence[str] | 
         places = schema.get_all_field_indices(field.name)
         needed = not field.nullable and (columns is None or field.name in columns)
         if len(places) > 1 or (needed and not places):
-            msg = f"it has {len(places) or 'no'} column{'s' * bool(places)} {field.name}"
-            raise ValueError(msg)
+            raise ValueError(f"it has {len(places) or 'no'} column{'s' * bool(places)} {field.name}")
         if places and (found := schema.field(places[0]).type) != expected.type:
-            msg = f"column {field.name} has the type {found!s:.60}, not {expected.type}"
-            raise ValueError(msg)
+            raise ValueError(f"column {field.name} has the type {found!s:.60}, not {expected.type}")
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     stored = sum(
         [

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.runs.files import RunError, stamp, unfit
-from gradiometer.runs.findings import FOREVER, load_findings
-from gradiometer.runs.format import segment_path
-from gradiometer.runs.journal import journal_path
-from gradiometer.runs.json_files import from_json, read_json
-from gradiometer.runs.precision import ExponentReader
+from gradiometer.columns import EXPONENTS
+from gradiometer.runs.arrow import numbers
+from gradiometer.runs.files import RunError
+from gradiometer.runs.schema_table import columns_of
+from gradiometer.runs.table_reader import TableReader
+from gradiometer.stats import ExponentStats, PrecisionReport
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
-    from gradiometer.rules import Finding
-
-_LOG = logging.getLogger("gradiometer")
+    import pyarrow as pa
 
 
 def read_run(path: Path | str, *, attempt: int | None = None, skip_damaged: bool = False) -> Run:
@@ -52,7 +51,26 @@ def read_run(path: Path | str, *, attempt: int | None = None, skip_damaged: bool
     return Run(path, attempt=attempt, skip_damaged=skip_damaged)
 
 
-class Run(ExponentReader):
+class StepPrecision(PrecisionReport):
+    """Which tensors of a recorded step fit which format: a `gradiometer.PrecisionReport` of one step.
+
+    Attributes:
+        step: its number.
+        kind: ``"grads"`` or ``"weights"``.
+        stats: the histograms, `gradiometer.ExponentStats` on the CPU, for other formats and scales.
+    """
+
+    def __init__(
+        self, step: int, kind: str, stats: ExponentStats, formats: Iterable[Any] | None = None
+    ) -> None:
+        super().__init__(stats.names, stats.columns, formats)
+        self.step, self.kind, self.stats = step, kind, stats
+
+    def _headline(self) -> str:
+        return f"{self.kind} of step {self.step}: {super()._headline()}"
+
+
+class Run(TableReader):
     """A run on disk, as of when it was opened or last refreshed.
 
     Rows that a later attempt has superseded are left out: if that attempt began at step s, rows of
@@ -68,89 +86,91 @@ class Run(ExponentReader):
         damaged: with ``skip_damaged``, what is left out: the error of each file by its path in the folder.
     """
 
-    def __init__(self, path: Path | str, *, attempt: int | None = None, skip_damaged: bool = False) -> None:
-        self.damaged: dict[str, str] = {}
-        super().__init__(path, attempt=attempt, skip_damaged=skip_damaged)
-
-    def refresh(self) -> bool:
-        """Load what was written since the last call; return whether anything was. Reads only new files."""
-        has_changed = super().refresh()
-        if has_changed and self._skip:
-            self._skip_damaged()
-        return has_changed
-
-    def _skip_damaged(self) -> None:
-        """Leave out segments with a damaged file, and note what is damaged."""
-        before, self.damaged, left = self.damaged, {}, dict.fromkeys(self._segments)
-        sparse = {kind.schema.name for kind in self.catalog.sparse}
-        for key, journal in self._journals.items():
-            if journal.error is not None:
-                self.damaged[journal_path(self.path, *key).name] = str(journal.error)
-        for key in self._segments:
-            try:
-                self._files.claims("steps", key)
-                tables = self._files.tables(key)
-            except RunError as error:
-                self._leave_out("steps", key, error)
-                del left[key]
-                continue
-            for table in tables:
-                try:
-                    self._files.claims(table, key)
-                except RunError as error:
-                    self._leave_out(table, key, error)
-                    if table not in sparse:
-                        left.pop(key, None)
-        # they still supersede what their names say, lest rows come back that do not belong to the run
-        self._segments = list(left)
-        for name, read in (("findings.json", self._read_findings), ("blackbox.json", self._read_blackbox)):
-            try:
-                read()
-            except RunError as error:
-                self.damaged[name] = str(error)
-        for name in self.damaged.keys() - before.keys():
-            _LOG.warning("left out: %s", self.damaged[name])
-
-    def _leave_out(self, table: str, key: tuple[int, int], error: RunError) -> None:
-        self._without.add((table, key))
-        self.damaged[f"{table}/{segment_path(self.path, table, *key).name}"] = str(error)
-
     @property
-    def findings(self) -> list[Finding]:
-        """The findings of the rules, without those that later attempts have superseded."""
-        return [] if "findings.json" in self.damaged else self._read_findings()
+    def precision_steps(self) -> list[int]:
+        """The steps that have histograms of exponents, ascending; see `precision`."""
+        return sorted({*self.exponents(columns=["step"])["step"].to_pylist()})
 
-    @property
-    def blackbox(self) -> dict[str, Any] | None:
-        """The report of the last fault in any of the attempts that are read; None if there was none."""
-        return None if "blackbox.json" in self.damaged else self._read_blackbox()
+    def exponents(
+        self,
+        kind: str | None = None,
+        *,
+        columns: Collection[str] | None = None,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> pa.Table:
+        """Return histograms of exponents: one row per step, kind and measured parameter, in that order.
 
-    def _read_findings(self) -> list[Finding]:
-        return load_findings(
-            self.path,
-            self._closed_with("findings.json"),
-            self._ends,
-            self._last,
-            lambda: [self._files.claims("steps", key) for key in self._begins.items() if key in self._stamps],
-        )
+        The columns are those of `table`; `precision` returns histograms of one step.
 
-    def _read_blackbox(self) -> dict[str, Any] | None:
-        # the newest, and those that the faults of later attempts have replaced
-        earlier = [] if self._last == FOREVER else sorted(self.path.glob("blackbox-[0-9]*.json"))[::-1]
-        for path in (self.path / "blackbox.json", *earlier):
-            content = read_json(path, self._closed_with(path.name))
-            found: dict[str, Any] | None = from_json(content)
-            if not isinstance(found, dict | None):
-                raise unfit(path, f"{found!r:.40}")
-            attempt = 1 if found is None else found.get("attempt", 1)
-            if not isinstance(attempt, int):
-                raise unfit(path, f"attempt: {attempt!r:.40}")
-            if found is not None and attempt <= self._last:
-                return found
-        return None
+        Args:
+            kind: ``"grads"`` or ``"weights"``; None for both.
+            columns: names of columns; None for all.
+            first: only from this step on.
+            last: only up to and including this step.
+        """
+        own = None if kind is None else self._exponents_of(kind) or kind
+        return self.table(EXPONENTS.name, columns=columns, kind=own, first=first, last=last)
 
-    def _closed_with(self, name: str) -> str | None:
-        """Return the digest of a JSON file of a closed run; None if it is not known, or out of date."""
-        # a writer that continues the run replaces run.json first
-        is_current = stamp(self.path / "run.json") == self._seen[-1][0]
-        return self.info.get("files", {}).get(name) if is_current else None
+    def precision(
+        self, step: int | None = None, kind: str = "grads", formats: Iterable[Any] | None = None
+    ) -> StepPrecision:
+        """Return which tensors fit which format, from the histograms of a step.
+
+        Args:
+            step: one of `precision_steps`; None for the last one.
+            kind: ``"grads"`` or, if they were recorded, ``"weights"``.
+            formats: as for `gradiometer.precision_report`.
+
+        Raises:
+            RunError: if there are no histograms of that step or kind.
+            ValueError: for another format.
+
+        >>> import tempfile, torch, gradiometer as gm
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with gm.Monitor(model, run_dir=folder, precision=100) as monitor:
+        ...         model(torch.tensor([[1e-6, 4.0]])).sum().backward()
+        ...         monitor.record()
+        ...         monitor.advance()
+        ...     found = gm.read_run(folder).precision()
+        >>> found.step, found["weight"].formats["float8_e5m2"].n_flushed
+        (0, 1)
+        >>> found.stats.n_flushed("float8_e5m2", scale=2.0**10)
+        tensor([0])
+        """
+        if step is not None:
+            for _, stats in self.precisions(kind, first=step, last=step):
+                return StepPrecision(step, kind, stats, formats)
+        steps = self.precision_steps
+        if not steps:
+            msg = f"{self.path} has no histograms of exponents; Monitor(model, precision=100) records them"
+            raise RunError(msg + " every 100 steps")
+        if step is None:
+            return self.precision(steps[-1], kind, formats)
+        if step not in steps:
+            near = min(steps, key=lambda x: abs(x - step))
+            msg = f"{self.path} has no histograms of step {step}; there are {len(steps)}, from {steps[0]} to "
+            raise RunError(f"{msg}{steps[-1]}, and the nearest is that of step {near}")
+        more = "" if self._exponents_of(kind) else "; Monitor(weights=True) records those of weights, too"
+        raise RunError(f"{self.path} has no histograms of {kind} in step {step}{more}")
+
+    def precisions(
+        self, kind: str = "grads", *, first: int | None = None, last: int | None = None
+    ) -> Iterator[tuple[int, ExponentStats]]:
+        """Iterate over the steps that have histograms, and these, ascending. Files are read lazily."""
+        own = self._exponents_of(kind)
+        for key in [] if own is None else self._segments_with(EXPONENTS.name, first, last):
+            low, high = self._bounds(key, first, last)
+            table = self.table(EXPONENTS.name, kind=own, first=low, last=high)
+            steps, names = numbers(table["step"]), table["name"].to_pylist()
+            starts = [0, *(steps.diff().nonzero().view(-1) + 1).tolist(), len(steps)] if len(steps) else []
+            for start, end in itertools.pairwise(starts):
+                # step by step: a segment of histograms would take far more memory than its file
+                rows = columns_of(EXPONENTS, table.slice(start, end - start))
+                yield int(steps[start]), ExponentStats(tuple(names[start:end]), rows)
+
+    def _exponents_of(self, kind: str) -> str | None:
+        """Return the kind with the histograms of gradients or weights; None without one."""
+        kinds = [x for x in self.catalog.sparse if x.schema is EXPONENTS]
+        return next((x.name for x in kinds if x.of == kind), None)

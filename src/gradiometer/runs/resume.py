@@ -7,9 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.runs.files import RunError
-from gradiometer.runs.findings import read_findings
 from gradiometer.runs.format import list_segments
-from gradiometer.runs.info import catalog_of, read_info
+from gradiometer.runs.info import catalog_of, read_findings, read_info
 from gradiometer.runs.journal import journal_path, keep_damaged, list_journals, read_journal
 from gradiometer.runs.open_segment import OpenSegment
 from gradiometer.runs.segments import Segments
@@ -23,8 +22,7 @@ _LOG = logging.getLogger("gradiometer")
 def earlier_info(run: Path) -> dict[str, Any]:
     """Return run.json, or nothing without one; a damaged one is kept under another name.
 
-    Raises:
-        RunError: if it is not that of a run, or of a later version.
+    A RunError if it is not that of a run, or of a later version.
     """
     path = run / "run.json"
     if not path.exists():

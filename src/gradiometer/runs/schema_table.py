@@ -211,8 +211,7 @@ def _check_dense(schema: Schema, table: pa.Table) -> None:
         if not column.is_count:
             # NaN is what an `inv_scale` of NaN makes of a magnitude
             if not column.signed and not within(found, 0, math.inf):
-                msg = f"column {column.name} has a number below 0"
-                raise ValueError(msg)
+                raise ValueError(f"column {column.name} has a number below 0")
             continue
         if not within(found, -MOST if column.signed else 0, MOST):
             msg = f"column {column.name} has a count below {'-2**53' if column.signed else 0} or above 2**53"
@@ -220,19 +219,16 @@ def _check_dense(schema: Schema, table: pa.Table) -> None:
         if column.unit == "elements" and numel is not None:
             fits = compute.all(compute.less_equal(found, numel)).as_py()
             if fits is False:
-                msg = f"column {column.name} has a count above numel"
-                raise ValueError(msg)
+                raise ValueError(f"column {column.name} has a count above numel")
     if "norm" in columns and "norm" not in schema.index and not within(columns["norm"], 0, math.inf):
-        msg = "column norm has a number below 0"
-        raise ValueError(msg)
+        raise ValueError("column norm has a number below 0")
 
 
 def _check_sparse(schema: Schema, table: pa.Table) -> None:
     compute = require("pyarrow.compute", "monitor", "A run record")
     there = {*table.column_names}
     if "step" in there and bool((numbers(table["step"]).diff() < 0).any()):
-        msg = "its steps do not ascend"
-        raise ValueError(msg)
+        raise ValueError("its steps do not ascend")
     lists = [name for name in ("positions", "values") if name in there]
     items = {name: _items(table, name) for name in lists}
     fits = all([column.null_count == 0 for column in items.values()])
@@ -250,5 +246,4 @@ def _check_sparse(schema: Schema, table: pa.Table) -> None:
         most = MOST if schema.dtype == torch.int64 else math.inf
         fits = within(items["values"], -most if signed else 0, most)
     if not fits:
-        msg = f"it has values outside of the {schema.width} columns, or that no tensor has"
-        raise ValueError(msg)
+        raise ValueError(f"it has values outside of the {schema.width} columns, or that no tensor has")

@@ -10,7 +10,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 from gradiometer.runs.arrow import filtered
-from gradiometer.runs.digest import Claims, DamageError, read_claims
+from gradiometer.runs.digest import Claims, read_claims
 from gradiometer.runs.files import RunError, open_file, stamp, stamp_of
 from gradiometer.runs.format import ROW, fields_of, segment_path, step_fields
 from gradiometer.runs.parquet import read_table, unreadable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from gradiometer.recorder import Catalog, StepRecord, Table
+    from gradiometer.recorder import Catalog, StepRecord
     from gradiometer.runs.format import Field
     from gradiometer.runs.journal import Journal
 
@@ -44,14 +44,11 @@ class Segments:
     file of steps has the digests of the segment's other files, and that of the segment before it, so that an
     older version of a file is noticed. The last one is in run.json after the run is closed.
 
-    Args:
-        run: the folder.
-        keys: attempt and first step of all Parquet files, ascending.
-        info: the content of run.json.
-        catalog: the tables of the steps; None to read the steps alone.
+    Without a catalog, only the steps are read. Methods that read a file raise a RunError if it cannot be read
+    or is not as it was written.
 
     Attributes:
-        keys: as above.
+        keys: attempt and first step of all Parquet files, ascending.
         journals: the steps of journals, by attempt and first step.
     """
 
@@ -94,11 +91,7 @@ class Segments:
     def read(
         self, table: str, key: tuple[int, int], columns: Sequence[str] | None = None, where: Any = None
     ) -> pa.Table:
-        """Return the rows of a file of steps, or of a schema by name.
-
-        Raises:
-            RunError: if it cannot be read or is not as it was written.
-        """
+        """Return the rows of a file of steps, or of a schema by name."""
         if key not in self.journals:
             path, schema = segment_path(self.run, table, *key), self._schemas.get(table)
             check = partial(self._check, table, key)
@@ -129,11 +122,7 @@ class Segments:
         return fields_of(self._schemas[table], fingerprints=True) if table in self._schemas else ROW
 
     def claims(self, table: str, key: tuple[int, int]) -> Claims | None:
-        """Check a Parquet file, and return what it claims to be; None for a journal.
-
-        Raises:
-            RunError: if it cannot be read or is not as it was written.
-        """
+        """Check a Parquet file, and return what it claims to be; None for a journal."""
         if key in self.journals:
             return None
         path = segment_path(self.run, table, *key)
@@ -148,11 +137,7 @@ class Segments:
         return _again_if_replaced(path, check)
 
     def tables(self, key: tuple[int, int]) -> list[str]:
-        """Return the names of the schemas that a segment has rows of.
-
-        Raises:
-            RunError: as for `claims` of its file of steps.
-        """
+        """Return the names of the schemas that a segment has rows of, according to its file of steps."""
         if key in self.journals:
             kinds = [table.kind for record in self.journals[key] for table in record.tables.values()]
             found = {kind.schema.name for kind in kinds}
@@ -169,11 +154,7 @@ class Segments:
         return None
 
     def without(self, attempt: int, records: Sequence[StepRecord]) -> list[StepRecord]:
-        """Return those of an attempt's steps that are in none of its Parquet files.
-
-        Raises:
-            RunError: if a file that may have them cannot be read.
-        """
+        """Return those of an attempt's steps that are in none of its Parquet files."""
         starts = [first for of, first in self.keys if of == attempt]
         lasts: dict[int, int] = {}
         left = []
@@ -187,11 +168,7 @@ class Segments:
         return left
 
     def check_cells(self, table: str, keys: Collection[tuple[int, int]], cells: int) -> None:
-        """Check that a dense matrix of some segments fits to what is on disk, before it is allocated.
-
-        Raises:
-            RunError: if there are too few bytes for so many values.
-        """
+        """Raise a RunError for a dense matrix that has too many values for the bytes of some segments."""
         size = sum([self._size(table, key) for key in keys])
         if 8 * cells > max(_LARGEST, _RATIO * size):
             msg = f"{self.run}: {cells} values of its steps and tensors would take {8 * cells >> 20} MiB, "
@@ -201,7 +178,9 @@ class Segments:
     def _size(self, table: str, key: tuple[int, int]) -> int:
         if key in self.journals:
             found = [x for record in self.journals[key] for x in record.tables.values()]
-            return sum([_bytes_of(x) for x in found if x.kind.schema.name == table])
+            own = [x for x in found if x.kind.schema.name == table]
+            parts = [x.sparse() if x.kind.schema.storage == "sparse" else [x.values] for x in own]
+            return sum([part.nbytes for of_table in parts for part in of_table])
         seen = stamp(segment_path(self.run, table, *key))
         return 0 if seen is None else seen[1]
 
@@ -218,8 +197,7 @@ class Segments:
             return claims  # it says nothing about this one
         # a process that was killed between the two has replaced only this one
         if steps.tables.get(table) != claims.digest and claims.steps <= steps.steps:
-            msg = f"it is not the version that {path.name} was written with"
-            raise DamageError(msg)
+            raise ValueError(f"it is not the version that {path.name} was written with")
         return claims
 
     def _alone(self, table: str, key: tuple[int, int], file: IO[bytes]) -> Claims:
@@ -232,8 +210,7 @@ class Segments:
         claims = read_claims(file)
         if (claims.table, claims.attempt, claims.first_step) != (table, *key):
             of = segment_path(self.run, claims.table, claims.attempt, claims.first_step)
-            msg = f"its content is that of {of.name}"
-            raise DamageError(msg)
+            raise ValueError(f"its content is that of {of.name}")
         self._whole[path] = now, claims
         return claims
 
@@ -241,8 +218,7 @@ class Segments:
         """Check that a file of steps is the version that was there when the run went on."""
         path = segment_path(self.run, "steps", *key)
         if self._closed_with.get(f"steps/{path.name}", claims.digest) != claims.digest:
-            msg = "it is not the version that the run was closed with"
-            raise DamageError(msg)
+            raise ValueError("it is not the version that the run was closed with")
         following = self._following.get(key)
         if following is None:
             return
@@ -253,13 +229,7 @@ class Segments:
         except (OSError, ValueError):
             return  # it is damaged too, and says nothing about this one
         if previous and previous[:2] == key and previous[2] != claims.digest:
-            msg = f"it is not the version that was there when {after.name} was begun"
-            raise DamageError(msg)
-
-
-def _bytes_of(table: Table) -> int:
-    parts = table.sparse() if table.kind.schema.storage == "sparse" else [table.values]
-    return sum([part.nbytes for part in parts])
+            raise ValueError(f"it is not the version that was there when {after.name} was begun")
 
 
 def _again_if_replaced(path: Path, read: Callable[[], _T]) -> _T:

@@ -51,10 +51,10 @@ class RunTensors(NamedTuple):
 
     def indices(self, keys: list[Key]) -> dict[str, Tensor]:
         """Return, for each kind, the rows of its tensors."""
-        found: dict[str, list[int]] = {}
-        for key in keys:
-            found.setdefault(key[0], []).append(self.rows[key])
-        return {kind: torch.tensor(rows, device="cpu") for kind, rows in found.items()}
+        return {
+            kind: torch.tensor([self.rows[kind, name] for name in names], device="cpu")
+            for kind, names in _names(keys).items()
+        }
 
 
 def scalars(

@@ -87,11 +87,9 @@ def check_steps(table: pa.Table, first: int) -> None:
     """Raise a ValueError unless steps ascend from ``first`` on, and each of their scalars is a number."""
     steps = numbers(table["step"])
     if len(steps) and (int(steps.min()) < first or bool((steps.diff() <= 0).any())):
-        msg = f"its steps do not ascend from {first} on"
-        raise ValueError(msg)
+        raise ValueError(f"its steps do not ascend from {first} on")
     if any([part.null_count for chunk in table["scalars"].chunks for part in (chunk.keys, chunk.items)]):
-        msg = "column scalars has nulls"
-        raise ValueError(msg)
+        raise ValueError("column scalars has nulls")
 
 
 def scalars_of(rows: pa.Table) -> list[dict[str, float]]:

@@ -121,47 +121,32 @@ class TableReader(OpenedRun):
     ) -> tuple[list[int], dict[str, Tensor]]:
         """Return several statistics by name, each as `matrix` returns it; files are read only once."""
         schema = self._kind(kind).schema
-        stored = [
-            name for name in arrow_schema(fields_of(schema)).names[len(ROW) :] if schema.storage == "columns"
-        ]
+        is_sparse = schema.storage == "sparse"
+        stored = [] if is_sparse else [field.name for field in fields_of(schema)[len(ROW) :]]
         for statistic in statistics:
             if statistic not in schema and statistic not in stored:
                 names = ", ".join(dict.fromkeys([*stored, *schema.names]))
-                msg = f"there is no statistic {statistic!r}; choose from {names}"
-                raise RunError(msg)
+                raise RunError(f"there is no statistic {statistic!r}; choose from {names}")
         steps = self._steps_with(kind, first, last)
         size = len(steps), len(self.catalog.names_of(kind))
         keys = [*self._segments_with(schema.name, first, last)] if statistics else []
         self._files.check_cells(schema.name, keys, len(statistics) * math.prod(size))
         out = {name: torch.full(size, torch.nan, dtype=torch.float64, device="cpu") for name in statistics}
         needs_all = any([name not in stored for name in out])
-        columns = [*schema.index] if needs_all and schema.storage == "columns" else []
-        columns = [*dict.fromkeys([*columns, *[name for name in out if name in stored]])]
-        if schema.storage == "sparse":
-            columns = ["positions", "values"]
+        needed = [*(schema.index if needs_all else ()), *[name for name in out if name in stored]]
+        columns = ["positions", "values"] if is_sparse else [*dict.fromkeys(needed)]
         for key in keys:
             table = self._rows_of(schema.name, key, columns, first, last)
             # a dense matrix of a sparse table takes far more memory than its file
-            size_of_part = _CHUNK if schema.storage == "sparse" else max(len(table), 1)
+            size_of_part = _CHUNK if is_sparse else max(len(table), 1)
             for start in range(0, len(table), size_of_part):
                 rows = table.slice(start, size_of_part)
-                self._fill(out, schema, rows, self._places(rows, steps, kind), stored, needs_all=needs_all)
+                places = self._places(rows, steps, kind)
+                raw = columns_of(schema, rows) if needs_all else torch.empty(0, device="cpu")
+                for name, to in out.items():
+                    found = numbers(rows[name]) if name in stored else schema.value(raw, name)
+                    put(to, found.to(torch.float64), places)
         return steps.tolist(), out
-
-    def _fill(
-        self,
-        out: dict[str, Tensor],
-        schema: Schema,
-        rows: pa.Table,
-        places: tuple[Tensor, Tensor],
-        stored: Sequence[str],
-        *,
-        needs_all: bool,
-    ) -> None:
-        columns = columns_of(schema, rows) if needs_all else torch.empty(0, device="cpu")
-        for name, to in out.items():
-            found = numbers(rows[name]) if name in stored else schema.value(columns, name)
-            put(to, found.to(torch.float64), places)
 
     def record(self, step: int) -> StepRecord:
         """Return one step.
@@ -173,8 +158,7 @@ class TableReader(OpenedRun):
             return record
         known = self.steps["step"]
         there = f"it has {len(known)}, from {known[0]} to {known[-1]}" if len(known) else "it has none yet"
-        msg = f"{self.path} has no step {step}; {there}"
-        raise RunError(msg)
+        raise RunError(f"{self.path} has no step {step}; {there}")
 
     def records(self, first: int | None = None, last: int | None = None) -> Iterator[StepRecord]:
         """Iterate over the steps, ascending, from ``first`` to ``last`` inclusive.
@@ -228,35 +212,29 @@ class TableReader(OpenedRun):
         self._files.check_cells(schema.name, [key], cells * width)
         fields = fields_of(schema, fingerprints=has_bits)[len(ROW) :]
         columns = [field.name for field in fields if field.name != "norm" or "norm" in schema.index]
-        # columns, flags and fingerprints of all rows
-        rows: pa.Table | None = None
-        stored: list[Tensor | None] = [None, None, None]
+        rows = arrow_schema(fields_of(schema)).empty_table()
         if schema.name in self._files.tables(key):
             ends = [step for steps in kinds.values() for step in (steps[0], steps[-1])]
             rows = self._rows_of(schema.name, key, columns, min(ends), max(ends))
-            stored[0] = columns_of(schema, rows)
-            stored[1] = numbers(rows["flags"]) if schema.flags else None
-            stored[2] = fingerprints_of(rows) if has_bits else None
+        # of all rows
+        stored = {"values": columns_of(schema, rows)}
+        if schema.flags:
+            stored["flags"] = numbers(rows["flags"])
+        if has_bits and (bits := fingerprints_of(rows)) is not None:
+            stored["fingerprints"] = bits
         tables = {}
         for kind, steps in kinds.items():
             names = self.catalog.rows(kind.name)
-            size = len(steps), len(names)
+            places = self._places(rows, torch.tensor(steps, device="cpu"), kind.name)
             # 0 where nothing was measured
-            values = torch.zeros((*size, schema.width), dtype=schema.dtype, device="cpu")
-            flags = torch.zeros(size, dtype=torch.int32, device="cpu") if schema.flags else None
-            bits = None
-            if stored[2] is not None and kind.has_fingerprints:
-                bits = torch.zeros((*size, len(FINGERPRINTS)), dtype=torch.int64, device="cpu")
-            if rows is not None:
-                places = self._places(rows, torch.tensor(steps, device="cpu"), kind.name)
-                for to, found in zip((values, flags, bits), stored, strict=True):
-                    if to is not None and found is not None:
-                        put(to, found, places)
+            own = {
+                part: put(x.new_zeros((len(steps), len(names), *x.shape[1:])), x, places)
+                for part, x in stored.items()
+                if part != "fingerprints" or kind.has_fingerprints
+            }
             for i, step in enumerate(steps):
-                parts = [None if x is None else x[i] for x in (flags, bits)]
-                tables[kind.name, step] = Table(
-                    kind, names, values[i], parts[0], thresholds=self.thresholds, fingerprints=parts[1]
-                )
+                parts = {part: x[i] for part, x in own.items()}
+                tables[kind.name, step] = Table(kind, names, **parts, thresholds=self.thresholds)
         return tables
 
     def _sparse(self, key: tuple[int, int], kind: Kind, step: int) -> Tensor:
@@ -313,8 +291,7 @@ class TableReader(OpenedRun):
         # also those that this run does not record, which have no rows
         schemas = {kind.schema.name: kind.schema for kind in KINDS.values()} | schemas_of(self.catalog)
         if name not in schemas:
-            msg = f"{self.path} has no table {name!r}; choose from {', '.join(schemas)}"
-            raise RunError(msg)
+            raise RunError(f"{self.path} has no table {name!r}; choose from {', '.join(schemas)}")
         return schemas[name]
 
     def _kind(self, kind: str) -> Kind:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gradiometer.runs.files import RunError
-from gradiometer.runs.findings import read_findings
 from gradiometer.runs.format import list_segments, list_tables, segment_path
-from gradiometer.runs.info import catalog_of, read_info
+from gradiometer.runs.info import catalog_of, read_findings, read_info
 from gradiometer.runs.journal import journal_path, list_journals, read_journal
 from gradiometer.runs.json_files import read_with_digest
 from gradiometer.runs.segments import Segments
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from gradiometer.runs.digest import Claims
 
 _State = Literal["whole", "no digest", "damaged", "missing"]
-_JSON: Final = ("findings.json", "blackbox.json")
-_MORE_JSON: Final = ("blackbox-[0-9]*.json", "blackbox.rank-*.json")
+_JSON: Final = ("findings.json", "blackbox.json", "blackbox-[0-9]*.json", "blackbox.rank-*.json")
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,8 @@ def verify(path: Path | str) -> Verification:
     files += _journals(path)
     listed: Mapping[str, str] = info.get("files", {})
     for file in sorted(path.glob("*.json")):
-        if file.name in _JSON or any(map(file.match, _MORE_JSON)):
-            files.append(_checked(file.name, partial(_of_json, file, info.get("files", {}).get(file.name))))
+        if any(map(file.match, _JSON)):
+            files.append(_checked(file.name, partial(_of_json, file, listed.get(file.name))))
     found = {file.name for file in files}
     reason = "it was there when the run was closed"
     files += [File(name, "missing", reason) for name in listed if name not in found]

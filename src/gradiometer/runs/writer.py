@@ -254,7 +254,7 @@ class RunRecord:
 
     def fault(self, fault: Fault) -> None:
         """Write all steps and findings, and the report of the fault; `write` and `close` try it again."""
-        self._json.set_report(fault.to_dict() | {"attempt": self._attempt})
+        self._json.report = fault.to_dict() | {"attempt": self._attempt}
         self._flush(now=True)
 
     def close(self) -> None:
@@ -325,7 +325,7 @@ class RunRecord:
         if is_locked_here and all([path.is_dir() for path in folders]):
             return
         gone = self._segment.check() + self._num_written
-        self._segment.forget_saved()
+        self._segment.saved = 0
         self.lost += gone
         self._removed += gone
         self._num_written = 0

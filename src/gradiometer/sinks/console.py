@@ -81,7 +81,6 @@ class Console:
         self._printed: dict[tuple[object, ...], Severity] = {}
 
     def __repr__(self) -> str:
-        """Return the class."""
         return "Console()"
 
     def start(self, info: RunInfo) -> None:

@@ -41,7 +41,6 @@ class Function:
         self._held: list[Finding] = []
 
     def __repr__(self) -> str:
-        """Return the function's name."""
         return f"Function({printable(self.name)})"
 
     def start(self, info: RunInfo) -> None:

@@ -42,7 +42,6 @@ class JSONLines:
         self._waiting: list[Finding] = []
 
     def __repr__(self) -> str:
-        """Return the path."""
         return f"JSONLines({str(self.path)!r})"
 
     def start(self, info: RunInfo) -> None:

@@ -85,7 +85,6 @@ class MLflow:
         self._status = "FINISHED"
 
     def __repr__(self) -> str:
-        """Return the run's id."""
         return f"MLflow({self._run_id!r})"
 
     def start(self, info: RunInfo) -> None:

@@ -87,7 +87,6 @@ class Selection:
         self._rows: dict[str, list[int]] = {}
 
     def __repr__(self) -> str:
-        """Return the main arguments."""
         tensors = self.tensors and self.tensors.pattern
         return f"Selection(tensors={tensors!r}, statistics={self.statistics!r}, every={self.every})"
 

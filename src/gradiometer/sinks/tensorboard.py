@@ -43,7 +43,6 @@ class TensorBoard:
         self._tensor = require(f"{_PROTO}.tensor_pb2", "tensorboard", "sinks.TensorBoard").TensorProto
 
     def __repr__(self) -> str:
-        """Return the folder."""
         return f"TensorBoard({self.log_dir!r})"
 
     def start(self, info: RunInfo) -> None:

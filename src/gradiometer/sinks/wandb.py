@@ -77,7 +77,6 @@ class WeightsAndBiases:
         self._failed = False
 
     def __repr__(self) -> str:
-        """Return the run's name."""
         return f"WeightsAndBiases({self._run.name or self._run.id!r})"
 
     def start(self, info: RunInfo) -> None:

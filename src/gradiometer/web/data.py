@@ -15,6 +15,8 @@ from gradiometer.web.head import head_of
 from gradiometer.web.matrices import describe, drawn_of, read_kind, steps_per_column
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from gradiometer.runs import Run
@@ -49,7 +51,7 @@ def page_of(run: Run) -> Page:
     catalog = run.catalog
     kinds = [kind for kind in catalog.kinds.values() if drawn_of(kind)]
     binned = steps_per_column(run, kinds, len(recorded))
-    norm, has_norm = _numbers(steps["total_norm"]), _truth(steps["total_norm"].is_valid())
+    norm, has_norm = _numbers(steps["total_norm"].to_pylist())
     scalars = _scalars(run)
     loss, has_loss = scalars.get("loss", (norm, torch.zeros_like(has_norm)))
     bad_norm, bad_loss = has_norm & ~norm.isfinite(), has_loss & ~loss.isfinite()
@@ -58,7 +60,7 @@ def page_of(run: Run) -> Page:
     own = [name for kind in kinds for name in kind.schema.names if name not in TENSORS]
     for name in dict.fromkeys(own):
         if name in steps.column_names and steps[name].null_count < len(steps):
-            drawn[name.replace("_", " ")] = _numbers(steps[name]), _truth(steps[name].is_valid())
+            drawn[name.replace("_", " ")] = _numbers(steps[name].to_pylist())
     most = min(MOST_POINTS, ALL_POINTS // (len(drawn) + 1))
     skipped = _truth(steps["skipped"])
     found, more_findings = _findings(run)
@@ -140,11 +142,11 @@ def _row_of(run: Run, kind: str | None, tensor: str) -> int | None:
     return rows.index.get(tensor)
 
 
-def _numbers(column: Any) -> Tensor:
-    """Return an Arrow column of numbers as ``(S,) float64``; NaN where it is null."""
-    return torch.tensor(
-        [math.nan if x is None else x for x in column.to_pylist()], dtype=torch.float64, device="cpu"
-    )
+def _numbers(values: Sequence[float | None]) -> tuple[Tensor, Tensor]:
+    """Return numbers as ``(S,) float64``, NaN where there is none, and where there is one."""
+    found = [math.nan if x is None else x for x in values]
+    given = torch.tensor([x is not None for x in values], dtype=torch.bool, device="cpu")
+    return torch.tensor(found, dtype=torch.float64, device="cpu"), given
 
 
 def _truth(column: Any) -> Tensor:
@@ -165,13 +167,7 @@ def _scalars(run: Run) -> dict[str, tuple[Tensor, Tensor]]:
     rows = scalars_of(run.steps)
     # sorting is stable: the others keep the order in which they were first passed
     names = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: _FIRST.get(name, 2))
-    found = {}
-    for name in names:
-        values = [row.get(name) for row in rows]
-        given = torch.tensor([x is not None for x in values], dtype=torch.bool, device="cpu")
-        numbers = [math.nan if x is None else x for x in values]
-        found[name] = torch.tensor(numbers, dtype=torch.float64, device="cpu"), given
-    return found
+    return {name: _numbers([row.get(name) for row in rows]) for name in names}
 
 
 def _line(step: Tensor, values: Tensor, bad: Tensor, most: int = MOST_POINTS) -> dict[str, list[Any]]:

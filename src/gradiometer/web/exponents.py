@@ -6,15 +6,14 @@ cell for zeros, one for each binade in ascending order, and one for NaN and infi
 
 from __future__ import annotations
 
-import base64
 import math
-import zlib
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from gradiometer.columns import EXPONENTS, FORMATS, LOWEST_BINADE, NUM_EXPONENT_COLUMNS, of_binades
 from gradiometer.extras import require
+from gradiometer.web.matrices import deflated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +105,4 @@ def _encode(counts: Tensor) -> str:
     """Return deflated codes of shares in base64."""
     shares = counts / counts.sum(dim=2, keepdim=True).clamp(min=1.0)
     scaled = 1 + (_LARGEST - 1) * (1 + shares.clamp(min=10.0**-DECADES).log10() / DECADES)
-    codes = torch.where(counts > 0, scaled.round(), 0).to(torch.uint8)
-    raw = bytearray(codes.numel())
-    torch.frombuffer(raw, dtype=torch.uint8).copy_(codes.flatten())
-    return base64.b64encode(zlib.compress(raw, 6)).decode()
+    return deflated(torch.where(counts > 0, scaled.round(), 0).to(torch.uint8))

@@ -19,12 +19,8 @@ MOST_LETTERS: Final = 2000  # of a fault's message
 def head_of(run: Run, step: Tensor, recorded: Tensor, loss: Tensor, skipped: int) -> dict[str, Any]:
     """Return the values of the page's head.
 
-    Args:
-        run: the run.
-        step: all steps, ``(S,) int64``.
-        recorded: the steps with tensors.
-        loss: the loss of each step that was given one; it may be NaN.
-        skipped: the number of skipped updates.
+    ``recorded`` are the steps with tensors, of all steps, ``(S,) int64``; ``loss`` has that of each step that
+    was given one, and may be NaN; ``skipped`` is the number of skipped updates.
     """
     info, catalog = run.info, run.catalog
     tensors, kinds = len(catalog.parameters) + len(catalog.taps), [kind.name for kind in catalog.dense]

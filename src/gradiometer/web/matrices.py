@@ -191,9 +191,7 @@ def _largest(values: Tensor, statistic: Column | Derived) -> list[float | None]:
 def _encode(values: Tensor, *, linear: bool) -> tuple[str, float, float]:
     """Return deflated codes in base64, tensor by tensor, and the values of the lowest and highest code.
 
-    Args:
-        values: ``(columns, N) float64``.
-        linear: whether codes are linear between 0 and 1; otherwise they are linear in log10.
+    ``values`` are ``(columns, N) float64``. Codes are linear between 0 and 1, or else in log10.
     """
     values = values.T.contiguous()
     is_value = (values > 0) & values.isfinite()
@@ -207,8 +205,12 @@ def _encode(values: Tensor, *, linear: bool) -> tuple[str, float, float]:
     codes = torch.where(is_value, codes, torch.where(values == 0, ZERO, 0))
     codes = torch.where(values.isnan(), NAN, torch.where(values == math.inf, INF, codes))
     # store high and low bytes apart: similar high bytes compress well
-    planes = torch.stack([codes >> 8, codes & 255]).to(torch.uint8)
-    raw = bytearray(planes.numel())
+    return deflated(torch.stack([codes >> 8, codes & 255]).to(torch.uint8)), low, high
+
+
+def deflated(values: Tensor) -> str:
+    """Return uint8 values deflated, in base64."""
+    raw = bytearray(values.numel())
     if raw:
-        torch.frombuffer(raw, dtype=torch.uint8).copy_(planes.flatten())
-    return base64.b64encode(zlib.compress(raw, 6)).decode(), low, high
+        torch.frombuffer(raw, dtype=torch.uint8).copy_(values.flatten())
+    return base64.b64encode(zlib.compress(raw, 6)).decode()
