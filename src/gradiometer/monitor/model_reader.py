@@ -237,8 +237,7 @@ class ParameterCheck:
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         verb = "was" if len(names) == 1 else "were"
         text = f"{some} {verb} {change} after the monitor was created, so the monitor is out of date: "
-        text += "create it after such changes"
-        self._failures.add("parameters", text)
+        self._failures.add("parameters", text + "create it after such changes")
 
 
 def modules_of(model: object) -> dict[str, nn.Module]:

@@ -259,8 +259,7 @@ class RingReader:
             and "record" not in self._failures.counts
         ):
             text = f"none of the first {flight.advances} steps was recorded: call record() in every step, "
-            text += "after backward()"
-            self._failures.add("record", text)
+            self._failures.add("record", text + "after backward()")
         lost = max(0, count - capacity - first)
         new = range(max(first, count - capacity), count)
         if current != flight.step or (len(block) < capacity and count - origin > len(block)):

@@ -43,15 +43,13 @@ def check_options(given: Mapping[str, Any], folder: object) -> None:
     """
     queue, keeps = given["queue"], given["keep_weights"]
     if not isinstance(queue, int) or queue < 1:
-        msg = f"Monitor(queue={queue!r}): queue must be a positive integer"
-        raise ValueError(msg)
+        raise ValueError(f"Monitor(queue={queue!r}): queue must be a positive integer")
     if keeps and given["redact"]:
         msg = "Monitor(redact=True, keep_weights=True): a copy of the weights is not redacted; pass one"
         raise ValueError(msg)
     if keeps and (folder is None or not given["skip_nonfinite"]):
         needs = "run_dir" if folder is None else "skip_nonfinite=True"
-        msg = f"Monitor(keep_weights=True) needs {needs}: pass it, too"
-        raise ValueError(msg)
+        raise ValueError(f"Monitor(keep_weights=True) needs {needs}: pass it, too")
 
 
 def shared_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,8 +162,7 @@ def prepare_ranks(ranks: Ranks | bool, model: Any) -> Ranks | None:  # noqa: FBT
     try:
         return Ranks(list(zip(names, parameters, strict=True)), timeout=TIMEOUT)
     except RankError as error:
-        msg = f"Monitor: {error}. Create the Monitor on every rank, or pass ranks=False"
-        raise RankError(msg) from None
+        raise RankError(f"Monitor: {error}. Create the Monitor on every rank, or pass ranks=False") from None
 
 
 def rank_here(ranks: Ranks | None) -> int | None:
@@ -213,8 +210,7 @@ def together(ranks: Ranks | None, settings: Mapping[str, Any]) -> Iterator[Any]:
 def _compare(answers: Sequence[tuple[str | None, dict[str, Any]]], ranks: Sequence[int]) -> None:
     for rank, (problem, _) in zip(ranks, answers, strict=True):
         if problem is not None:
-            msg = f"Monitor: rank {rank} could not create its Monitor: {problem}"
-            raise RankError(msg)
+            raise RankError(f"Monitor: rank {rank} could not create its Monitor: {problem}")
     first = answers[0][1]
     for rank, (_, settings) in zip(ranks, answers, strict=True):
         for name, value in settings.items():
