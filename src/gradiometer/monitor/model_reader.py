@@ -67,7 +67,8 @@ class ModelReader:
         """
         self._reads += 1
         afresh = afresh or self._reads % _OFTEN == 0
-        (modes, optimizers), self._noted = self._noted or self._now(self._training()), None
+        modes_now = [module.training for module in self._modules.values()]
+        (modes, optimizers), self._noted = self._noted or self._now(modes_now), None
         if afresh:
             # the groups of the next step
             self._optimizers.read(afresh=True)
@@ -98,9 +99,6 @@ class ModelReader:
 
     def _now(self, modes: list[bool]) -> tuple[list[bool], OptimizerState | None]:
         return modes, self._optimizers.read(afresh=False)
-
-    def _training(self) -> list[bool]:
-        return [module.training for module in self._modules.values()]
 
     def look_at(self, loss: object) -> None:
         """Find out whether the graph of a loss, the first that has one, leads to the parameters."""

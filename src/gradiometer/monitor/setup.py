@@ -122,10 +122,8 @@ def prepare_sinks(
         if not isinstance(sink, Sink) and not callable(sink):
             methods = ("start", "write", "fault", "close")
             missing = ", ".join([name for name in methods if not hasattr(sink, name)])
-            msg = (
-                f"Monitor(sinks=...): got {sink!r}, which is neither a function of a step nor a sink: it has "
-            )
-            raise TypeError(f"{msg}no {missing}; pass sinks from gradiometer.sinks, or functions")
+            msg = f"Monitor(sinks=...): got {sink!r}, which is neither a function of a step nor a sink: it "
+            raise TypeError(f"{msg}has no {missing}; pass sinks from gradiometer.sinks, or functions")
         made.append(sink if isinstance(sink, Sink) else Function(sink))
     return made
 
