@@ -20,31 +20,29 @@ from gradiometer.monitor.merge_window import MergeWindow
 from gradiometer.recorder import KINDS, Kind, StepRecord, Table
 from support.rank_threads import Agreed, catalog_of
 
-# of a user's own: no module of the package knows it
+
+def schema_of(name, column, *derived, **options):
+    """Return a schema of a user's own, which no module of the package knows."""
+    numel, largest = Column("numel", "sum", "1", "elements"), Column("largest", "max", "|s|", "the largest")
+    return Schema(name, (numel, column, largest), derived, **options)
+
+
 SIGNS = Kind(
     "signs",
-    Schema(
+    schema_of(
         "signs",
-        (
-            Column("numel", "sum", "1", "elements"),
-            Column("n_negative", "sum", "1", "negative elements"),
-            Column("largest", "max", "|s|", "largest magnitude"),
-        ),
-        (Derived("negative_fraction", lambda row: row("n_negative") / row("numel"), "of all"),),
+        Column("n_negative", "sum", "1", "negative elements"),
+        Derived("negative_fraction", lambda row: row("n_negative") / row("numel"), "of all"),
     ),
     "sign",
 )
 # a sparse one of taps, with a maximum
 RARE = Kind(
     "rare",
-    Schema(
+    schema_of(
         "rare",
-        (
-            Column("numel", "sum", "1", "elements"),
-            Column("n_nan", "sum", "1", "NaN elements"),
-            Column("largest", "max", "|s|", "largest magnitude"),
-        ),
-        (Derived("n_nonfinite", lambda row: row("n_nan"), "NaN elements"),),
+        Column("n_nan", "sum", "1", "NaN elements"),
+        Derived("n_nonfinite", lambda row: row("n_nan"), "NaN elements"),
         dtype=torch.int64,
         storage="sparse",
     ),

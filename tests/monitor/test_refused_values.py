@@ -208,6 +208,10 @@ def cursor(place, value):
     return {"cursor": new}
 
 
+def recorder():
+    return Recorder(nn.Linear(2, 1))
+
+
 OTHERS = {
     "history without a mean": (History, load, {"count": HISTORY["count"]}, "count, mean and deviation"),
     "history of lists": (History, load, HISTORY | {"mean": [1.0]}, "float64 vectors of one length"),
@@ -224,47 +228,37 @@ OTHERS = {
         "the rule nonfinite does not accept .*NonFinite: first in the state does not fit",
     ),
     "skip_nonfinite": (
-        lambda: Recorder(nn.Linear(2, 1)),
+        recorder,
         configure,
         {"step": 3, "every": 2, "skip_nonfinite": "no"},
         "skip_nonfinite='no'.: skip_nonfinite must be True or False",
     ),
     "skip_above": (
-        lambda: Recorder(nn.Linear(2, 1)),
+        recorder,
         configure,
         {"step": 3, "every": 2, "skip_above": math.nan},
         "skip_above=nan.: skip_above must be a non-negative number",
     ),
     "a large skip_above": (
-        lambda: Recorder(nn.Linear(2, 1)),
+        recorder,
         configure,
         {"step": 3, "skip_above": 10**400},
         "skip_above must be a non-negative number",
     ),
-    "a cursor with NaN": (
-        lambda: Recorder(nn.Linear(2, 1)),
-        load,
-        cursor(0, math.nan),
-        "cursor.step=nan.: step must be an integer",
-    ),
+    "a cursor with NaN": (recorder, load, cursor(0, math.nan), "cursor.step=nan.: step must be an integer"),
     "a cursor with every = 0": (
-        lambda: Recorder(nn.Linear(2, 1)),
+        recorder,
         load,
         cursor(2, 0),
         "cursor.every=0.: every must be an integer, at least 1",
     ),
     "a cursor with a negative skip_above": (
-        lambda: Recorder(nn.Linear(2, 1)),
+        recorder,
         load,
         cursor(4, -1),
         "skip_above must be a non-negative number",
     ),
-    "a cursor of another size": (
-        lambda: Recorder(nn.Linear(2, 1)),
-        load,
-        {"cursor": CURSOR[:5]},
-        "size mismatch for cursor",
-    ),
+    "a cursor of another size": (recorder, load, {"cursor": CURSOR[:5]}, "size mismatch for cursor"),
     "an average of another shape": (
         lambda: gm.EMA((3,)),
         load,

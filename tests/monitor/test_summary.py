@@ -13,9 +13,10 @@ from torch import nn
 import gradiometer as gm
 from gradiometer.rules import Finding, Severity
 from gradiometer.sinks import Console
+from support.watching import Stateless
 
 
-class Says:
+class Says(Stateless):
     """A rule that reports what it is given, by step."""
 
     name = "says"
@@ -25,12 +26,6 @@ class Says:
 
     def check(self, record):
         return self.findings.get(record.step, [])
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
 
 def sighting(step, text="too <b>large</b>\x1b[31m", *, rule="says", severity=Severity.WARNING, tensor=None):
