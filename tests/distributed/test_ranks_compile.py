@@ -18,7 +18,8 @@ import gradiometer as gm
 from gradiometer.recorder.recorder import Recorder
 from support.compiling import Kept, needs_compiler
 from support.pages import blocks
-from support.rank_models import KINDS, alone, backward, batch, loss_of, mesh_of, over_tensors, whole
+from support.rank_models import KINDS, alone, backward, batch, held, loss_of, mesh_of, over_tensors, whole
+from support.rank_pool import pool_of
 
 DOUBLE = torch.float64
 STEPS = 4
@@ -82,7 +83,7 @@ def spoil(model, name="layers.0.up.weight"):
     """Put a NaN into this rank's part of a gradient."""
     grad = dict(getattr(model, "module", model).named_parameters())[name].grad
     with torch.no_grad():
-        (grad.to_local() if hasattr(grad, "to_local") else grad).view(-1)[0] = math.nan
+        held(grad).view(-1)[0] = math.nan
 
 
 # calls after the backward
@@ -149,7 +150,7 @@ def check_after_backward(pool, kind, backend):
     [pytest.param(*way, marks=() if way[0] == "TP" else (pytest.mark.deep,)) for way in WAYS],
 )
 def test_after_a_backward_outside_all_is_one_graph(request, kind, size):
-    check_after_backward(request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size]), kind, "kept")
+    check_after_backward(pool_of(request, size), kind, "kept")
 
 
 @needs_compiler
@@ -197,7 +198,7 @@ def records_alone(rank, size, kind):
     ],
 )
 def test_a_recorder_in_a_graph_asks_the_ranks_once(request, kind, size):
-    pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size])
+    pool = pool_of(request, size)
     for calls, ops in pool.run(records_alone, size, kind):
         assert calls == ["all_reduce.default"] * (1 + KINDS[kind][2])
         assert ops == ["gradiometer.record_.default", "gradiometer.append_.default"]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import gradiometer as gm
 from support import rank_models
-from support.rank_models import BUILDERS, Collectives, build, error_of
+from support.rank_models import BUILDERS, Collectives, build, error_of, held
 from support.rank_pool import RankPool, pool_of
 
 
@@ -65,7 +65,7 @@ def test_a_part_that_begins_inside_a_word_has_no_whole(pool):
 
 def flip(parameter, bit):
     """Flip a bit of the first element that this rank holds."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = held(parameter)
     if local.numel():
         with torch.no_grad():
             local.view(-1)[:1].view(torch.int64).bitwise_xor_(1 << bit)
