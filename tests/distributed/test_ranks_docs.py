@@ -202,7 +202,7 @@ def test_what_is_sent_is_what_is_said():
 
 
 def test_the_script_prints_its_tables(capsys, monkeypatch, tmp_path):
-    arguments = "--parts setup,model --ranks 8,64 --tensors 20 --json".split()
+    arguments = ["--parts", "setup,model", "--ranks", "8,64", "--tensors", "20", "--json"]
     monkeypatch.setattr(sys, "argv", ["bench", *arguments, str(tmp_path / "a.json")])
     bench.main()
     printed = capsys.readouterr().out
