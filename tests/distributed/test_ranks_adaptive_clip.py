@@ -95,18 +95,15 @@ def test_all_ranks_decide_the_same_and_as_one_process(request, kind, size, how):
         for name, x in buffers.items():
             # bit for bit, on all ranks
             assert torch.equal(x, told[0][0][1][name]), name
-        for (factor, grads), (ours, _), (expected, whole_grads) in zip(
-            found, told[0][0][0], single, strict=True
-        ):
+        each_step = zip(found, told[0][0][0], single, strict=True)
+        for (factor, grads), (ours, _), (expected, whole_grads) in each_step:
             assert torch.equal(factor, ours)
             mine = expected if how == "z-score" else expected[rows]
             torch.testing.assert_close(factor, mine, rtol=SUMS, atol=0.0)
             clipped += (factor < 1).sum()
             for name, grad in grads.items():
-                scale = float(whole_grads[name].abs().nan_to_num(0).max())
-                torch.testing.assert_close(
-                    grad, whole_grads[name], rtol=SUMS, atol=SUMS * scale, equal_nan=True
-                )
+                atol = SUMS * float(whole_grads[name].abs().nan_to_num(0).max())
+                torch.testing.assert_close(grad, whole_grads[name], rtol=SUMS, atol=atol, equal_nan=True)
     assert clipped > 0
     for name, x in state.items():
         is_per_tensor = name in {"average", "record"} and how != "z-score"

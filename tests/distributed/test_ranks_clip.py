@@ -321,11 +321,9 @@ def clip_what_one_rank_cannot(rank, fault):
     if fault == "shared memory" and rank == 1:
         weight.grad = torch.ones(1, 3).expand(2, 3)
     if fault == "summands":
-        placements = [Partial("max")]
-        model.register_parameter(
-            "w", nn.Parameter(distribute_tensor(torch.ones(4), mesh_of((2,), ("tp",)), [Replicate()]))
-        )
-        model.w.grad = DTensor.from_local(torch.ones(4), mesh_of((2,), ("tp",)), placements)
+        mesh = mesh_of((2,), ("tp",))
+        model.w = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+        model.w.grad = DTensor.from_local(torch.ones(4), mesh, [Partial("max")])
     error = None
     try:
         gm.clip_grad_norm_(model, MAX_NORM, reduce=True)

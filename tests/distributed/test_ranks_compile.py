@@ -18,18 +18,7 @@ import gradiometer as gm
 from gradiometer.recorder.recorder import Recorder
 from support.compiling import Kept, needs_compiler
 from support.pages import blocks
-from support.rank_models import (
-    KINDS,
-    alone,
-    backward,
-    batch,
-    grads_of,
-    held,
-    loss_of,
-    mesh_of,
-    over_tensors,
-    whole,
-)
+from support.rank_models import KINDS, alone, backward, batch, held, loss_of, mesh_of, over_tensors, whole
 from support.rank_pool import pool_of
 
 DOUBLE = torch.float64
@@ -105,8 +94,9 @@ def assert_same(found, expected):
 
 def spoil(model, name="layers.0.up.weight"):
     """Put a NaN into this rank's part of a gradient."""
+    grad = getattr(model, "module", model).get_parameter(name).grad
     with torch.no_grad():
-        held(grads_of(model)[name]).view(-1)[0] = math.nan
+        held(grad).view(-1)[0] = math.nan
 
 
 # calls after the backward

@@ -76,12 +76,9 @@ def test_tensor_parallelism(tmp_path):
     # gradients that ranks share in every way, compared with those of one process
     model = torch.nn.Sequential()
     torch.manual_seed(0)
-    for name, layer in {
-        "norm": torch.nn.LayerNorm(16),
-        "up": torch.nn.Linear(16, 64),
-        "down": torch.nn.Linear(64, 16),
-    }.items():
-        model.add_module(name, layer)
+    model.add_module("norm", torch.nn.LayerNorm(16))
+    model.add_module("up", torch.nn.Linear(16, 64))
+    model.add_module("down", torch.nn.Linear(64, 16))
     model(torch.randn(4, 8, 16)).square().mean().backward()
     alone = gm.collect_grads(model).materialize()
     assert f"total norm {alone.total_norm:.3f}, clipped 0.100" in printed

@@ -128,9 +128,8 @@ def test_opposite_differences_of_two_ranks_do_not_cancel(four_ranks):
 def different_shards(rank, size):
     model = rank_models.fsdp(rank, size, torch.float64)
     flip(dict(rank_models.names_and_parameters(model))["embed.weight"], 3)
-    return gm.check_replicas(model), gm.collect_grads(
-        model, fingerprint=True, reduce=True
-    ).materialize().diverged
+    grads = gm.collect_grads(model, fingerprint=True, reduce=True)
+    return gm.check_replicas(model), grads.materialize().diverged
 
 
 def test_shards_are_no_copies(pool):
@@ -291,8 +290,7 @@ def asked_by_some(rank, size):
 
 def test_fingerprints_that_some_ranks_ask_for_are_an_error_on_all(two_ranks):
     for said, fingerprints, shape in two_ranks.run(asked_by_some, 2):
-        assert (
-            "rank 1 called collect_weights, but rank 0 called collect_weights with fingerprint=True" in said
-        )
+        call = "called collect_weights"
+        assert f"rank 1 {call}, but rank 0 {call} with fingerprint=True" in said
         assert fingerprints is None
         assert shape[1] == 3

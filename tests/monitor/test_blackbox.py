@@ -133,9 +133,8 @@ def test_of_gradients_the_last_and_of_weights_the_first_is_where_it_began():
     assert backwards.value("n_nonfinite").tolist() == [40, 3, 0]
     bad = [(kind, place, "n_nan", 2) for kind in CATALOG.kinds for place in range(3)]
     assert first_nonfinite_text(record(3, bad)) == "step 3, emb.w, 2 NaN of 40 (and all 2 others)"
-    assert first_nonfinite_text(record(3, [*bad[:3], ("grads", 2, "n_posinf", 1)])) == (
-        "step 3, head.w.grad, 2 NaN and 1 Inf of 3 (and all 2 others)"
-    )
+    text = "step 3, head.w.grad, 2 NaN and 1 Inf of 3 (and all 2 others)"
+    assert first_nonfinite_text(record(3, [*bad[:3], ("grads", 2, "n_posinf", 1)])) == text
 
 
 def test_it_is_where_a_nan_arises_in_a_real_backward():
@@ -174,9 +173,8 @@ def test_the_first_step_of_the_fault_that_lasts():
     for i in range(200):
         box.see(record(i, bad if i == 3 or i >= 100 else ()))
         if i == 50:
-            assert box.fault("exit", "", 51, ()).first_nonfinite == (
-                "step 3, head.w.grad, 1 NaN of 3; finite again in step 4"
-            )
+            text = "step 3, head.w.grad, 1 NaN of 3; finite again in step 4"
+            assert box.fault("exit", "", 51, ()).first_nonfinite == text
     fault = box.fault("exception", "x", 200, ())
     assert fault.first_nonfinite == "step 100, head.w.grad, 1 NaN of 3"
     # the steps before it are kept, however long ago they were

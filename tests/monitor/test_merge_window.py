@@ -125,18 +125,16 @@ def test_the_tables_of_a_recorder_stay_the_same_in_one_process():
     (step,) = recorder.read()
     step = replace(step, tables={**step.tables, **recorder.read_exponents(0)})
     assert list(step.tables) == list(recorder.catalog.kinds)
-    window = MergeWindow(
-        gm.Ranks(model), recorder.catalog, recorder.thresholds, fingerprint=True, precision=1
-    )
+    given = gm.Ranks(model), recorder.catalog, recorder.thresholds
+    window = MergeWindow(*given, fingerprint=True, precision=1)
     assert window.catalog == recorder.catalog
     (merged,) = merge([window], [[step]], [True])
     assert list(merged.tables) == list(step.tables)
     for name, table in step.tables.items():
         assert torch.equal(merged.columns(name), table.values)
         assert torch.equal(merged.flags(name), table.flags)
-        assert merged.fingerprints(name) is table.fingerprints or torch.equal(
-            merged.fingerprints(name), table.fingerprints
-        )
+        found = merged.fingerprints(name)
+        assert found is table.fingerprints or torch.equal(found, table.fingerprints)
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.name)
@@ -176,11 +174,8 @@ def test_each_table_counts_the_ranks_that_measured_it():
     steps = []
     for rank in range(2):
         names = ["grads", "signs"] if rank else ["grads", "weights", "activations"]
-        tables = [
-            Table(kind, catalog.rows(name), columns_of(kind))
-            for name, kind in catalog.kinds.items()
-            if name in names
-        ]
+        kinds = {name: kind for name, kind in catalog.kinds.items() if name in names}
+        tables = [Table(kind, catalog.rows(name), columns_of(kind)) for name, kind in kinds.items()]
         steps.append([record_of(catalog, 4, tables)])
     (record,) = merge(windows, steps, [True])
     assert record.recorded
@@ -303,10 +298,8 @@ def test_the_numbers_of_steps_must_be_the_same():
     catalog, included = windows[0].catalog, [False, False]
 
     def numbers(first, second):
-        packed = [
-            window.pack([record_of(catalog, number) for number in own], included)
-            for window, own in zip(windows, (first, second), strict=True)
-        ]
+        records = [[record_of(catalog, number) for number in own] for own in (first, second)]
+        packed = [window.pack(own, included) for window, own in zip(windows, records, strict=True)]
         sums, tops = all_reduce(*zip(*packed, strict=True))
         return windows[0].numbers_of(sums, tops, included)
 

@@ -143,9 +143,8 @@ def test_a_number_of_another_type_is_converted(case):
 
 
 def test_a_converted_finding_is_recorded(tmp_path):
-    monitor, run = watched(
-        tmp_path, [Odd(name, good(rule=name, **fields)) for name, (fields, _, _) in CONVERTED.items()]
-    )
+    rules = [Odd(name, good(rule=name, **fields)) for name, (fields, _, _) in CONVERTED.items()]
+    monitor, run = watched(tmp_path, rules)
     assert run.steps["step"].to_pylist() == list(range(5))
     assert repr(run.findings) == repr(monitor.findings)
     for name, (_, field, wanted) in CONVERTED.items():

@@ -130,9 +130,8 @@ def test_every_number_is_exact_for_every_dtype(tmp_path, clears, calls):
     assert steps == list(expected)
     for name, values in found.items():
         for step, row in zip(steps, values, strict=True):
-            torch.testing.assert_close(
-                row, run.record(step).value(name, "updates"), rtol=0, atol=0, equal_nan=True
-            )
+            value = run.record(step).value(name, "updates")
+            torch.testing.assert_close(row, value, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_skipped_step_changes_nothing(tmp_path):
@@ -188,9 +187,8 @@ def test_elements_that_are_not_finite_count_as_what_they_are(tmp_path, capsys, m
             torch.testing.assert_close(record.value("norm", "updates"), norm, rtol=0, atol=0, equal_nan=True)
             assert report["w"].rms_u == 0.5
             flags = gm.Flag(int(record.flags("updates"))) & (gm.Flag.NAN | gm.Flag.INF)
-            assert {flag.name for flag in flags} == {
-                name for name, n in (("NAN", row[0]), ("INF", row[3])) if n
-            }
+            expected = {name for name, n in (("NAN", row[0]), ("INF", row[3])) if n}
+            assert {flag.name for flag in flags} == expected
         (stored,) = read.tensors(kind="updates", first=step, last=step).to_pylist()
         assert [stored[name] for name in names[:3]] == row[:3]
     for name, count in zip(names, counts, strict=True):
