@@ -34,13 +34,6 @@ class ModelReader:
     """Reads a `ModelState` without waiting for the device.
 
     Unless the model is a module or a mapping of names to modules, only the parameters are looked at.
-
-    >>> import torch, gradiometer as gm
-    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)).eval()
-    >>> reader = ModelReader(model, gm.Recorder(model))
-    >>> state = reader.read(model(torch.ones(1, 2)).sum(), afresh=True)
-    >>> state.requires_grad, state.reached, state.evaluating
-    ((True, True), True, '1 Dropout')
     """
 
     def __init__(self, model: object, recorder: Recorder) -> None:
