@@ -37,9 +37,6 @@ def check_options(given: Mapping[str, Any], folder: object) -> None:
     """Check the arguments of a monitor that no part of it checks itself.
 
     ``folder``: the folder of the run record, if there is one.
-
-    Raises:
-        ValueError: for a value out of range, or for settings that exclude one another.
     """
     queue, keeps = given["queue"], given["keep_weights"]
     if not isinstance(queue, int) or queue < 1:
@@ -64,11 +61,7 @@ def shared_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare_rules(rules: Iterable[Rule] | None) -> list[Rule]:
-    """Return the rules; the default rules for None.
-
-    Raises:
-        TypeError: for an object that is not a rule.
-    """
+    """Return the rules; the default rules for None."""
     if rules is None:
         from gradiometer.rules import default_rules  # noqa: PLC0415 only when needed
 
@@ -254,11 +247,7 @@ def class_names(model: Any) -> str:
 
 
 def check_state(state: Any) -> None:
-    """Check a state that `Monitor.load_state_dict` is given.
-
-    Raises:
-        TypeError, ValueError: if it cannot be a state of a monitor.
-    """
+    """Refuse what `Monitor.load_state_dict` is given if it cannot be a state of a monitor."""
     if not isinstance(state, Mapping):
         msg = f"Monitor.load_state_dict: got {type(state).__name__}; pass the result of "
         raise TypeError(msg + "Monitor.state_dict()")
