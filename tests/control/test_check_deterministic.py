@@ -120,13 +120,8 @@ def test_a_schedule_a_generator_and_tensors_are_restored():
         counter.add_(1)
         return {"loss": loss, "lr": schedule.get_last_lr()}
 
-    state = {
-        "model": loop.model,
-        "optimizer": loop.optimizer,
-        "schedule": schedule,
-        "batches": generator,
-        "counter": counter,
-    }
+    state = {"model": loop.model, "optimizer": loop.optimizer, "schedule": schedule}
+    state |= {"batches": generator, "counter": counter}
     assert str(gm.check_deterministic(step, state)).startswith("2 runs of the step are equal")
     assert counter.tolist() == [1, 1]
     assert schedule.last_epoch == 1
@@ -319,9 +314,8 @@ def test_equal_names_in_a_list_get_its_positions():
     found = gm.check_deterministic(step, [*optimizers, *models])
     assert found.differing == ("3.bias.grad", "3.weight.grad", "3.weight", "3.bias")
     runs.clear()
-    found = gm.check_deterministic(
-        step, {"maker": models[0], "judge": models[1], "a": optimizers[0], "b": optimizers[1]}
-    )
+    named = {"maker": models[0], "judge": models[1], "a": optimizers[0], "b": optimizers[1]}
+    found = gm.check_deterministic(step, named)
     assert found.differing == ("judge.bias.grad", "judge.weight.grad", "judge.weight", "judge.bias")
 
 
@@ -363,20 +357,10 @@ def test_a_state_that_cannot_be_restored():
 @pytest.mark.parametrize(
     ("step", "state", "error", "said"),
     [
-        (
-            torch.ones(1),
-            nn.Linear(1, 1),
-            TypeError,
-            "the step must be a function, got Tensor; pass",
-        ),
+        (torch.ones(1), nn.Linear(1, 1), TypeError, "the step must be a function, got Tensor; pass"),
         (print, [], ValueError, "no tensor in the state, list; pass the model and the optimizer"),
         (print, nn.ReLU(), ValueError, "no tensor in the state, ReLU"),
-        (
-            print,
-            {"m": nn.Linear(1, 1), "lr": 0.1},
-            TypeError,
-            "'lr' of the state has type float, which",
-        ),
+        (print, {"m": nn.Linear(1, 1), "lr": 0.1}, TypeError, "'lr' of the state has type float, which"),
         (print, [nn.Linear(1, 1), print], TypeError, "an object of the state has type builtin_function"),
         (print, torch.ones(1, device="meta"), TypeError, "'0' is on the meta device"),
     ],

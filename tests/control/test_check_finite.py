@@ -218,10 +218,8 @@ def test_buffers_are_looked_at_when_asked_for():
     net.mean[2] = NAN
     net.again = net.mean
     net.register_buffer("phase", torch.tensor([1j, complex(NAN, 0)]))
-    assert issues(check_finite(net, buffers=True)) == {
-        "nan_buffers": ["mean", "phase"],
-        "inf_buffers": ["mask"],
-    }
+    expected = {"nan_buffers": ["mean", "phase"], "inf_buffers": ["mask"]}
+    assert issues(check_finite(net, buffers=True)) == expected
     assert check_finite(nn.Linear(2, 1), buffers=True).buffers.measured is False
 
 
@@ -526,10 +524,8 @@ def test_a_long_list_is_abridged():
 
 
 def test_one_of_one_and_large_counts_and_names_that_cannot_be_printed():
-    report = check_finite({"a\nb": torch.full((1234567,), NAN)})
-    assert (
-        str(report) == f"not finite: the only weight\n  weight  a\\nb  1,234,567 NaN of 1,234,567\n{EARLIER}"
-    )
+    said = f"not finite: the only weight\n  weight  a\\nb  1,234,567 NaN of 1,234,567\n{EARLIER}"
+    assert str(check_finite({"a\nb": torch.full((1234567,), NAN)})) == said
     assert "largest 1 in a\\nb" in str(check_finite({"a\nb": torch.ones(1)}))
 
 

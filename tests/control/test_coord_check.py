@@ -305,10 +305,8 @@ def test_zeros_and_changed_shapes() -> None:
 
 def test_the_table(broken: gm.CoordCheck, right: gm.CoordCheck) -> None:
     lines = str(broken).splitlines()
-    assert lines[0] == (
-        "coordinate check FAILED, 3 of 4 activations; widths 64, 128, 256, 512; "
-        "4 steps, 3 seeds, tolerance 0.25"
-    )
+    how = "widths 64, 128, 256, 512; 4 steps, 3 seeds, tolerance 0.25"
+    assert lines[0] == f"coordinate check FAILED, 3 of 4 activations; {how}"
     assert lines[2].split() == ["slopes", *[f"x_{t}" for t in range(5)], *[f"Δx_{t}" for t in range(1, 5)]]
     rows = {line.split()[0]: line.split() for line in lines[4:8]}
     assert rows["embed.out"][-1] == "ok"

@@ -96,13 +96,13 @@ def test_what_no_training_leaves_is_refused_and_nothing_is_loaded(
     # another state, so that a part of it would be noticed
     for x in state.values():
         x[..., -1:] = x[..., -1:] * 0.5
-    name = f"x.{name}" if inside else name
+    prefix = "x." if inside else ""
+    name = prefix + name
     if which in {"per tensor", "weight norm"}:
-        state["x.key" if inside else "key"] = before["x.key" if inside else "key"]
+        state[f"{prefix}key"] = before[f"{prefix}key"]
     state[name][place] = value
-    with pytest.raises(
-        ValueError, match=f"load_state_dict: '{re.escape(name)}' cannot .* {re.escape(said)};"
-    ):
+    message = f"load_state_dict: '{re.escape(name)}' cannot .* {re.escape(said)};"
+    with pytest.raises(ValueError, match=message):
         owner.load_state_dict(state, assign=assign)
     for key, x in owner.state_dict().items():
         assert torch.equal(x, before[key]), key

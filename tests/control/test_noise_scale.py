@@ -39,6 +39,12 @@ def mean_and_trace(examples: Tensor) -> tuple[float, float]:
     return mean.square().sum().item(), (examples - mean).square().sum(1).mean().item()
 
 
+def assert_unbiased(found: list[Any], atol: float) -> None:
+    mean = torch.tensor(found, dtype=F64).mean(0)
+    expected = torch.tensor(mean_and_trace(EXAMPLES), dtype=F64)
+    torch.testing.assert_close(mean, expected, rtol=0.0, atol=atol)
+
+
 def stats_of(*grads: Tensor) -> gm.TensorStats:
     return gm.collect([(f"{i}.weight", grad) for i, grad in enumerate(grads)])
 
@@ -68,30 +74,24 @@ def of_norms(squares: Sequence[float], **options: Any) -> gm.NoiseScale:
 @pytest.mark.parametrize("micro_batches", [2, 3, 4])
 def test_the_estimates_are_unbiased(micro_batches, reduction):
     """Their mean over all sequences of examples is exact."""
-    squared_norm, trace = mean_and_trace(EXAMPLES)
     noise = gm.NoiseScale(1, decay=0.0, reduction=reduction)
     found = []
     for chosen in itertools.product(EXAMPLES, repeat=micro_batches):
         accumulate(noise, chosen, 1 / micro_batches if reduction == "mean" else 1.0)
         found.append([noise.squared_norm, noise.trace])
-    mean = torch.tensor(found, dtype=F64).mean(0)
     # each is a sum of a few terms of up to (3 K)² times weights of up to 3
-    torch.testing.assert_close(
-        mean, torch.tensor([squared_norm, trace], dtype=F64), rtol=0.0, atol=1e4 * EPS * micro_batches
-    )
+    assert_unbiased(found, 1e4 * EPS * micro_batches)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_the_result_is_in_examples(batch_size):
-    squared_norm, trace = mean_and_trace(EXAMPLES)
     noise = gm.NoiseScale(batch_size, decay=0.0)
     found = []
     for chosen in itertools.product(EXAMPLES, repeat=2 * batch_size):
         parts = torch.stack(chosen).view(2, batch_size, -1).mean(1)
         accumulate(noise, list(parts), 0.5)
         found.append([noise.squared_norm, noise.trace])
-    mean = torch.tensor(found, dtype=F64).mean(0)
-    torch.testing.assert_close(mean, torch.tensor([squared_norm, trace], dtype=F64), rtol=0.0, atol=1e5 * EPS)
+    assert_unbiased(found, 1e5 * EPS)
 
 
 def test_the_estimates_of_two_micro_batches_are_those_of_the_paper():
@@ -121,14 +121,15 @@ def test_they_are_the_best_linear_estimates_for_large_noise(own, size, micro_bat
             noise._add(square)
         each.append(noise.sums[:5])
     # not reading out more than what the ranks add up
-    found = _estimate(torch.stack(each).sum(0), size, same_last=own == micro_batches)
+    sums = torch.stack(each).sum(0)
+    signal, noise, count, is_known = _estimate(sums, size, same_last=own == micro_batches)
     every = torch.cat([ranks.mean(0), size**2 * mean[None]])
     expected = least_squares(every, own, size, micro_batches)
     # the condition number of this system is below 1e4 n²
     close = {"rtol": 1e-9, "atol": 1e-9}
-    torch.testing.assert_close(torch.stack([found.signal, found.noise]), expected, **close)
-    assert found.is_known
-    assert found.micro_batches == micro_batches
+    torch.testing.assert_close(torch.stack([signal, noise]), expected, **close)
+    assert is_known
+    assert count == micro_batches
 
 
 @pytest.mark.parametrize(("size", "micro_batches", "own"), [(2, 1, 1), (2, 2, 1), (2, 2, 2), (3, 1, 1)])
@@ -142,11 +143,8 @@ def test_estimates_from_ranks_are_unbiased(size, micro_batches, own):
             for total in (*run[:own], runs[:, -1].mean(0)):
                 noise.add(stats_of(total))
             sums += noise.sums[:5]
-        estimate = _estimate(sums, size, same_last=own == micro_batches)
-        found.append([estimate.signal, estimate.noise])
-    mean = torch.tensor(found, dtype=F64).mean(0)
-    expected = torch.tensor(mean_and_trace(EXAMPLES), dtype=F64)
-    torch.testing.assert_close(mean, expected, rtol=0.0, atol=1e5 * EPS)
+        found.append(_estimate(sums, size, same_last=own == micro_batches)[:2])
+    assert_unbiased(found, 1e5 * EPS)
 
 
 # a training step, and the exact noise scale from the gradient of each example
@@ -434,10 +432,9 @@ CASTS = {"half": lambda m: m.half(), "to": lambda m: m.to(torch.bfloat16), "floa
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 def test_a_cast_of_its_owner_leaves_it_as_it_is(cast):
     noise, twin = gm.NoiseScale(4), gm.NoiseScale(4)
-    accumulate(noise, list(GRADIENTS[0]))
-    accumulate(twin, list(GRADIENTS[0]))
-    noise.add(stats_of(GRADIENTS[1, 0]))
-    twin.add(stats_of(GRADIENTS[1, 0]))
+    for each in (noise, twin):
+        accumulate(each, list(GRADIENTS[0]))
+        each.add(stats_of(GRADIENTS[1, 0]))
     cast(owner_of(noise))
     assert {buffer.dtype for buffer in noise.buffers()} == {F64}
     for each in (noise, twin):
@@ -446,9 +443,8 @@ def test_a_cast_of_its_owner_leaves_it_as_it_is(cast):
 
 
 def test_its_repr_says_what_it_is():
-    assert repr(gm.NoiseScale(8)).startswith(
-        "NoiseScale(\n  batch_size=8, reduction='mean'\n  (average): EMA("
-    )
+    said = "NoiseScale(\n  batch_size=8, reduction='mean'\n  (average): EMA("
+    assert repr(gm.NoiseScale(8)).startswith(said)
     assert "groups=['a', 'all']" in repr(gm.NoiseScale(8, groups={"a": "x", "all": ""}))
 
 

@@ -149,18 +149,16 @@ def test_experts_of_which_each_rank_has_its_own():
         members.append(Member(sharding.digest, ()))
     found = make_global_plan(members, shardings)
     assert found.names == ("gate", "experts.0.w", "experts.1.w", "experts.2.w", "head")
-    assert [found.counts(rank) for rank in range(6)] == [
-        [rank == 0, rank % 2 == 0, rank == 0] for rank in range(6)
-    ]
+    for rank in range(6):
+        assert found.counts(rank) == [rank == 0, rank % 2 == 0, rank == 0]
 
 
 def test_a_rank_outside_of_a_mesh_counts_nothing_of_it():
     spec = ShardSpec((4,), "float32", 0, ("S(0)",))
     shardings, members = {}, []
     for coordinate in (None, (0,), (1,)):
-        sharding = Sharding(
-            ("w", "b"), (spec, ShardSpec((1,), "float32")), (Mesh(("dp",), (2,), coordinate),)
-        )
+        mesh = Mesh(("dp",), (2,), coordinate)
+        sharding = Sharding(("w", "b"), (spec, ShardSpec((1,), "float32")), (mesh,))
         shardings.setdefault(sharding.digest, sharding)
         members.append(Member(sharding.digest, sharding.coordinates))
     assert len(shardings) == 2
@@ -289,10 +287,8 @@ def test_names_of_other_axes_are_no_difference():
         (ShardSpec((4, 3), "float32", 0, ("R", "S(0)")), ShardSpec((4,), "float32")),
         (Mesh(("r", "s"), (1, 2), (0, 1)),),
     )
-    found = make_global_plan(
-        [Member(sharding.digest, sharding.coordinates) for sharding in (BASE, other)],
-        {sharding.digest: sharding for sharding in (BASE, other)},
-    )
+    both = {sharding.digest: sharding for sharding in (BASE, other)}
+    found = make_global_plan([Member(digest, x.coordinates) for digest, x in both.items()], both)
     assert [found.counts(0), found.counts(1)] == [[True, True], [True, False]]
 
 
@@ -301,9 +297,8 @@ def test_a_part_that_no_rank_has_is_an_error():
     sharding = changed(mesh=mesh)
     rest = Sharding(("b",), (ShardSpec((4,), "float32"),))
     members = [Member(sharding.digest, ((0,),)), Member(rest.digest, ()), Member(sharding.digest, ((3,),))]
-    with pytest.raises(
-        DisagreementError, match=r"'w' is sharded into 4 parts, .* hold only 2 of them.*rank 1"
-    ):
+    said = r"'w' is sharded into 4 parts, .* hold only 2 of them.*rank 1"
+    with pytest.raises(DisagreementError, match=said):
         make_global_plan(members, {sharding.digest: sharding, rest.digest: rest})
 
 
@@ -361,6 +356,5 @@ def test_sixteen_thousand_ranks_and_ten_thousand_tensors(name):
     assert len(counted) == len(shardings[members[-1].digest].names)
     assert seconds < 10
     # memory proportional to tensors plus ranks, not to their product
-    assert (
-        len({id(pattern) for pattern in found.patterns}) == len(set(found.patterns)) <= 4 * (grid["pp"] + 1)
-    )
+    distinct = {id(pattern) for pattern in found.patterns}
+    assert len(distinct) == len(set(found.patterns)) <= 4 * (grid["pp"] + 1)

@@ -7,11 +7,9 @@ import gc
 import json
 import math
 import pickle
-import socket
 import threading
 import weakref
 from contextlib import closing
-from datetime import timedelta
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from torch.utils import _pytree as pytree
 import gradiometer as gm
 from gradiometer import distributed
 from gradiometer.columns.health import HEALTH
-from support.rank_pool import RankPool
+from support.rank_pool import RankPool, free_port, join_over_tcp
 
 LAYERS = 4
 
@@ -41,10 +39,9 @@ def parameters(*, cut=None, part=slice(None)):
         mesh, rank = cut
         for name, whole in list(found.items()):
             half = slice(2 * rank, 2 * rank + 2)
-            grad = whole.grad
             shard = torch.nn.Parameter(DTensor.from_local(whole.detach()[half], mesh, [Shard(0)]))
-            if grad is not None:
-                shard.grad = DTensor.from_local(grad[half], mesh, [Shard(0)])
+            if whole.grad is not None:
+                shard.grad = DTensor.from_local(whole.grad[half], mesh, [Shard(0)])
             found[name] = shard
     return dict(list(found.items())[part])
 
@@ -66,8 +63,7 @@ def test_a_job_of_one_rank():
     assert reduced.materialize().to_dict()["tensors"] == alone.materialize().to_dict()["tensors"]
     assert reduced.local.columns.equal(alone.columns)
     for name in HEALTH:
-        value = "health" if name == "health" else name
-        assert getattr(reduced, value).equal(getattr(alone, value)), name
+        assert getattr(reduced, name).equal(getattr(alone, name)), name
     assert alone.reduce() is alone
 
 
@@ -111,9 +107,8 @@ def test_what_is_copied_with_a_model_stays_itself():
 
 @pytest.mark.parametrize("reduce", [3, "yes", gm.Ranks])
 def test_reduce_takes_nothing_else(reduce):
-    with pytest.raises(
-        TypeError, match=r"collect_grads: reduce must be True, False or gm.Ranks\(model\), got"
-    ):
+    said = r"collect_grads: reduce must be True, False or gm.Ranks\(model\), got"
+    with pytest.raises(TypeError, match=said):
         gm.collect_grads(parameters(), reduce=reduce)
 
 
@@ -162,12 +157,8 @@ def halves(rank):
         "health": health,
         "names": (stats.names, stats.origin.tolist(), found["grads"].names, len(found["local"])),
         "local": found["local"]["layer.0.weight"].numel,
-        "back": (
-            back.names,
-            back.origin.tolist(),
-            back.local.names,
-            back.local.sharding == stats.local.sharding,
-        ),
+        "back": (back.names, back.origin.tolist(), back.local.names),
+        "sharding": back.local.sharding == stats.local.sharding,
     }
 
 
@@ -189,15 +180,14 @@ def test_reduced_statistics_do_what_those_of_one_process_do(two_ranks):
             "<TensorStats: 5 tensors of all ranks, on cpu; materialize() reads them>",
             "rank 1, dp 1 of 2",
         )
-        for of_ranks, alone in told["seen"].values():
-            close_to(of_ranks, alone)
-        for of_ranks, alone in told["health"].values():
+        for of_ranks, alone in (*told["seen"].values(), *told["health"].values()):
             close_to(of_ranks, alone)
         names = tuple(parameters())
         # the last parameter has no gradient, so it has no row in a report
         assert told["names"] == (names, [-1.0] * LAYERS + [-2.0], names[:-1], LAYERS)
         assert told["local"] == 12
-        assert told["back"] == (names, told["names"][1], names[:-1], True)
+        assert told["back"] == (names, told["names"][1], names[:-1])
+        assert told["sharding"]
 
 
 def absent_everywhere(rank):
@@ -411,13 +401,7 @@ def again(rank, ports):
         assert gm.collect_grads(own, reduce=True).origin is None
         with pytest.raises(gm.RankError, match=r"the process group of these gm\.Ranks was destroyed"):
             gm.collect_grads(own, reduce=kept)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://localhost:{port}",
-            rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=60),
-        )
+        join_over_tcp(rank, 2, port)
         with pytest.raises(gm.RankError, match=r"the process group of these gm\.Ranks was destroyed"):
             gm.collect_grads(own, reduce=kept)
         # if only one rank had kept a cache of the old group, the other would wait
@@ -427,10 +411,5 @@ def again(rank, ports):
 
 
 def test_a_new_world_begins_anew():
-    ports = []
-    for _ in range(2):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            ports.append(free.getsockname()[1])
     with closing(RankPool(2)) as pool:
-        assert pool.run(again, ports) == [[True, True]] * 2
+        assert pool.run(again, [free_port(), free_port()]) == [[True, True]] * 2

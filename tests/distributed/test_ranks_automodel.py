@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import gradiometer as gm
-from support.rank_models import mesh_of
+from support.rank_models import full, held, mesh_of
+from support.rank_pool import pool_of
 
 INF, NAN = math.inf, math.nan
 ORDERS = (2.0, INF, 1.0, 3.0)
@@ -183,11 +184,11 @@ def part_of(whole, mesh, dimension):
     return [*parts, whole - sum(parts)][mesh.get_local_rank(dimension)]
 
 
-def placed(whole, held, how):
+def placed(whole, part, how):
     """Return this rank's part of a whole tensor as a DTensor with these placements; "" for plain."""
     if not how:
         return whole.clone()
-    shape, names, *sub = held.mesh
+    shape, names, *sub = part.mesh
     mesh = mesh_of(shape, names)
     mesh = mesh[sub[0]] if sub else mesh
     words = how.split()
@@ -203,21 +204,17 @@ def placed(whole, held, how):
 def build(rank, size, case):
     """Return this rank's parameters, with gradients, by name."""
     model = {}
-    for place, held in enumerate((CASES | TOLD)[case](size)):
-        if held.ranks is None or rank in held.ranks:
-            whole = whole_of(place, held.shape)
-            model[f"{place}.w"] = parameter = nn.Parameter(
-                placed(torch.zeros_like(whole), held, held.parameter)
-            )
-            parameter.grad = placed(whole, held, held.placed)
+    for place, part in enumerate((CASES | TOLD)[case](size)):
+        if part.ranks is None or rank in part.ranks:
+            whole = whole_of(place, part.shape)
+            parameter = nn.Parameter(placed(torch.zeros_like(whole), part, part.parameter))
+            parameter.grad = placed(whole, part, part.placed)
+            model[f"{place}.w"] = parameter
     return model
 
 
 def wholes(model):
-    return {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
-        for name, p in model.items()
-    }
+    return {name: full(p.grad).clone() for name, p in model.items()}
 
 
 def measured(rank, size, case):
@@ -239,12 +236,9 @@ def measured(rank, size, case):
             found.setdefault(order, []).append(float(norm))
             left.append((order, wholes(model)))
     model = build(rank, size, case)
-    unchanged = [
-        p.grad.to_local().clone() if isinstance(p.grad, DTensor) else p.grad.clone() for p in model.values()
-    ]
+    before = {name: held(p.grad).clone() for name, p in model.items()}
     gm.collect_and_clip_(model, 1e9, reduce=ranks)
-    now = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.values()]
-    same = all(torch.equal(a, b) for a, b in zip(now, unchanged, strict=True))
+    same = all(torch.equal(held(p.grad), before[name]) for name, p in model.items())
     return norms, found, left, same
 
 
@@ -265,11 +259,9 @@ def norm_of(tensors, order):
     ],
 )
 def test_every_rank_has_the_norm_of_the_whole_gradients_and_clips_by_it(request, case, size):
-    pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size])
-    expected = {
-        f"{place}.w": whole_of(place, held.shape) for place, held in enumerate((CASES | TOLD)[case](size))
-    }
-    for norms, found, left, same in pool.run(measured, size, case):
+    parts = (CASES | TOLD)[case](size)
+    expected = {f"{place}.w": whole_of(place, part.shape) for place, part in enumerate(parts)}
+    for norms, found, left, same in pool_of(request, size).run(measured, size, case):
         for name, whole in expected.items():
             assert norms[name] == pytest.approx(norm_of([whole], 2.0), rel=1e-14), name
         assert same
@@ -332,9 +324,8 @@ def on_two_meshes(_rank, reduce):
 def test_a_gradient_on_another_mesh_than_its_parameter_is_refused_by_name(two_ranks, reduce):
     for failed, text in two_ranks.outcomes(on_two_meshes, reduce):
         assert failed
-        assert re.search(
-            r"TypeError: collect_grads: the gradient of 'w' is on the mesh .*, but its parameter is on", text
-        )
+        said = r"TypeError: collect_grads: the gradient of 'w' is on the mesh .*, but its parameter is on"
+        assert re.search(said, text)
 
 
 # experts with equal names on different ranks
@@ -349,10 +340,9 @@ def expert_model(rank, size, kind):
         pair = mesh_of((size // 2, 2), ("ep_shard", "ep"))
         value = 10.0 if pair.get_local_rank("ep") == 0 else 0.1
         local = torch.full((2, 4), value)
-        model["experts"] = nn.Parameter(
-            DTensor.from_local(torch.zeros(2, 4), pair["ep_shard"], [Shard(1)], run_check=False)
-        )
-        model["experts"].grad = DTensor.from_local(local, pair["ep_shard"], [Shard(1)], run_check=False)
+        grad = DTensor.from_local(local, pair["ep_shard"], [Shard(1)], run_check=False)
+        model["experts"] = nn.Parameter(torch.zeros_like(grad))
+        model["experts"].grad = grad
         return model, {"experts": pair.get_group("ep")}
     model["experts"] = nn.Parameter(torch.zeros(2, 8))
     if rank == 0 or kind == "plain":
@@ -363,14 +353,10 @@ def expert_model(rank, size, kind):
 def clip_experts(rank, size, kind, order):
     model, shards = expert_model(rank, size, kind)
     ranks = gm.Ranks(model, shards=shards)
-    before = None if model["experts"].grad is None else local(model["experts"].grad).clone()
+    before = None if model["experts"].grad is None else held(model["experts"].grad).clone()
     norm = float(gm.clip_grad_norm_(model, 1.0, order, reduce=ranks))
-    expert = None if before is None else local(model["experts"].grad) / before
-    return norm, local(model["dense"].grad), expert
-
-
-def local(grad):
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    expert = None if before is None else held(model["experts"].grad) / before
+    return norm, held(model["dense"].grad), expert
 
 
 # the numbers of elements equal to 10 and to 0.1 among all experts

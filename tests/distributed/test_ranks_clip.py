@@ -17,7 +17,17 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import gradiometer as gm
 from support.pages import blocks
-from support.rank_models import CASES, KINDS, Collectives, alone, mesh_of
+from support.rank_models import (
+    CASES,
+    KINDS,
+    Collectives,
+    alone,
+    full,
+    grads_of,
+    held,
+    mesh_of,
+    names_and_parameters,
+)
 from support.rank_pool import RankFailedError, pool_of
 
 # far below the norms of the gradients, so that clipping happens
@@ -25,23 +35,6 @@ MAX_NORM = 0.1
 # relative error of sums in another order, of some tens of summands
 SUMS = {torch.float64: 1e-14, torch.float32: 1e-5}
 NAN, INF = math.nan, math.inf
-
-
-def held(grad):
-    """Return the part that this rank holds, in the gradient's own memory."""
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
-
-
-def whole(grad):
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
-
-
-def grads_of(model):
-    return {name: p.grad for name, p in gm_named(model) if p.grad is not None}
-
-
-def gm_named(model):
-    return getattr(model, "module", model).named_parameters()
 
 
 # expert parallelism: some tensors are on their own mesh
@@ -97,7 +90,7 @@ def model_of(kind, rank, size, dtype=torch.float64):
 
 
 def norm_of(parameters, order):
-    return whole(get_total_norm([p.grad for p in parameters], order))
+    return full(get_total_norm([p.grad for p in parameters], order))
 
 
 def loops_clip_(model, order, stages):
@@ -140,12 +133,12 @@ def clip_each_way(rank, size, kind, dtype, orders):
         theirs = {name: held(grad).clone() for name, grad in grads_of(model).items()}
         restore(model, before)
         ours = gm.clip_grad_norm_(model, MAX_NORM, order, reduce=ranks)
-        clipped = {name: whole(grad).clone() for name, grad in grads_of(model).items()}
+        clipped = {name: full(grad).clone() for name, grad in grads_of(model).items()}
         compared = [name for name, grad in grads_of(model).items() if not is_left_by_torch(grad)]
         off = [difference(held(grads_of(model)[name]), theirs[name]) for name in compared]
         restore(model, before)
         stats = gm.collect_and_clip_(model, MAX_NORM, norm_type=order, reduce=ranks)
-        same = all(torch.equal(whole(grad), clipped[name]) for name, grad in grads_of(model).items())
+        same = all(torch.equal(full(grad), clipped[name]) for name, grad in grads_of(model).items())
         same = same and stats.local.names == tuple(grads_of(model)) and stats.names == ranks.names
         restore(model, before)
         found.append((said, float(ours), clipped, max(off) if said is not None else 0.0, same))
@@ -328,11 +321,9 @@ def clip_what_one_rank_cannot(rank, fault):
     if fault == "shared memory" and rank == 1:
         weight.grad = torch.ones(1, 3).expand(2, 3)
     if fault == "summands":
-        placements = [Partial("max")]
-        model.register_parameter(
-            "w", nn.Parameter(distribute_tensor(torch.ones(4), mesh_of((2,), ("tp",)), [Replicate()]))
-        )
-        model.w.grad = DTensor.from_local(torch.ones(4), mesh_of((2,), ("tp",)), placements)
+        mesh = mesh_of((2,), ("tp",))
+        model.w = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+        model.w.grad = DTensor.from_local(torch.ones(4), mesh, [Partial("max")])
     error = None
     try:
         gm.clip_grad_norm_(model, MAX_NORM, reduce=True)
@@ -474,10 +465,10 @@ def clip_otherwise(rank):
         return {"w": weight, "c": copied}
 
     found = gm.clip_grad_value_(fill(), 2.0)
-    by_value = found.to_dict(), whole(weight.grad), whole(copied.grad)
+    by_value = found.to_dict(), full(weight.grad), full(copied.grad)
     norm = get_total_norm([copied.grad])
     gm.clip_grads_with_norm_(fill(), 1.0, norm)
-    by_norm = isinstance(norm, DTensor), whole(weight.grad), whole(copied.grad)
+    by_norm = isinstance(norm, DTensor), full(weight.grad), full(copied.grad)
     summands = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
     summands.grad = DTensor.from_local(torch.tensor([1.0 + rank, 2.0]), mesh, [Partial()])
     said = None
@@ -485,9 +476,9 @@ def clip_otherwise(rank):
         gm.clip_grad_value_(fill() | {"s": summands}, 0.1)
     except TypeError as error:
         said = str(error)
-    unchanged = torch.equal(whole(copied.grad), torch.tensor([1.0, -9.0]))
+    unchanged = torch.equal(full(copied.grad), torch.tensor([1.0, -9.0]))
     gm.clip_grads_with_norm_({"s": summands}, 1.0, 4.0)
-    return by_value, by_norm, said, unchanged, whole(summands.grad)
+    return by_value, by_norm, said, unchanged, full(summands.grad)
 
 
 def test_by_value_and_by_a_given_norm_each_rank_clips_what_it_holds(two_ranks):
@@ -569,7 +560,7 @@ def check(rank, kind, reduce):
     model = model_of(kind, rank, 2)
     if rank == 1:
         # in the head, which is sharded: of replicated tensors only the first rank's copy is read
-        *_, (_, last) = gm_named(model)
+        *_, (_, last) = names_and_parameters(model)
         held(last.grad).view(-1)[0] = INF
         held(last.data).view(-1)[0] = NAN
     fetched = []
@@ -620,9 +611,8 @@ def scaled_training(rank, size, kind, order, scaler_of=GradScaler, fused=False):
     if kind == "mesh":
         model = nn.ParameterDict({"copied": torch.ones(2), "cut": torch.ones(4)})
         for name, placement in (("copied", Replicate()), ("cut", Shard(0))):
-            model[name] = nn.Parameter(
-                distribute_tensor(model[name].data, mesh_of((size,), ("tp",)), [placement])
-            )
+            cut = distribute_tensor(model[name].data, mesh_of((size,), ("tp",)), [placement])
+            model[name] = nn.Parameter(cut)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
     scaler = scaler_of("cpu", init_scale=8.0, growth_interval=2)
     ranks = gm.Ranks(model)
@@ -641,13 +631,11 @@ def scaled_training(rank, size, kind, order, scaler_of=GradScaler, fused=False):
             scale = gm.inverse_scale(scaler)
             stats = gm.collect_and_clip_(model, 1.0, inv_scale=scale, skip_nonfinite=True, reduce=ranks)
         gm.share_found_inf_(scaler, optimizer, stats)
-        before = [held(p.data).clone() for p in model.parameters()]
+        before = [(p, held(p.data).clone()) for p in model.parameters()]
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        moved = any(
-            not torch.equal(held(p.data), old) for p, old in zip(model.parameters(), before, strict=True)
-        )
+        moved = any(not torch.equal(held(p.data), old) for p, old in before)
         told.append((bool(stats.skipped), moved, scaler.get_scale(), round(float(stats.local.total_norm), 4)))
     return told
 
@@ -655,7 +643,7 @@ def scaled_training(rank, size, kind, order, scaler_of=GradScaler, fused=False):
 def loss_of_all(model):
     total = 0.0
     for p in model.parameters():
-        total = total + (whole(p) * torch.arange(1.0, 1 + p.numel()).view(p.shape)).sum()
+        total = total + (full(p) * torch.arange(1.0, 1 + p.numel()).view(p.shape)).sum()
     return total
 
 
@@ -690,13 +678,9 @@ def test_all_scalers_skip_together_and_stay_equal(request, kind, size, order, fu
 
 def test_the_scaler_of_fsdp_agrees(two_ranks):
     for steps in two_ranks.run(scaled_training, 2, "stages", "scaled", ShardedGradScaler):
-        assert [(moved, scale) for _, moved, scale, _ in steps] == [
-            (True, 8.0),
-            (True, 16.0),
-            (False, 8.0),
-            (True, 8.0),
-            (True, 16.0),
-        ]
+        _, moved, scales, _ = zip(*steps, strict=True)
+        assert moved == (True, True, False, True, True)
+        assert scales == (8.0, 16.0, 8.0, 8.0, 16.0)
 
 
 class Louder(nn.Module):

@@ -18,7 +18,8 @@ import gradiometer as gm
 from gradiometer.recorder.recorder import Recorder
 from support.compiling import Kept, needs_compiler
 from support.pages import blocks
-from support.rank_models import KINDS, alone, backward, batch, loss_of, mesh_of, over_tensors, whole
+from support.rank_models import KINDS, alone, backward, batch, held, loss_of, mesh_of, over_tensors, whole
+from support.rank_pool import pool_of
 
 DOUBLE = torch.float64
 STEPS = 4
@@ -32,6 +33,10 @@ backward_of_dtensors = pytest.mark.skipif(
 parameters_of_fsdp = pytest.mark.skipif(
     TORCH == (2, 14), reason="PyTorch 2.14 cannot read a parameter of FSDP2 and its gradient in one graph"
 )
+
+
+def compiled_collect(model, ranks):
+    return torch.compile(lambda: gm.collect_grads(model, reduce=ranks), fullgraph=True, backend="aot_eager")
 
 
 @contextmanager
@@ -70,6 +75,15 @@ def step_again(model, rank, size, kind):
         backward(model, rank, size)
 
 
+def norms_alone(steps):
+    """Return the norms of the same steps in one process."""
+    model, norms = alone(DOUBLE), []
+    for _ in range(steps):
+        norms.append(gm.grad_norm(model))
+        step_again(model, 0, 1, "alone")
+    return norms
+
+
 def assert_same(found, expected):
     assert found.names == expected.names
     for one, other in ((found, expected), (found.local, expected.local)):
@@ -80,9 +94,9 @@ def assert_same(found, expected):
 
 def spoil(model, name="layers.0.up.weight"):
     """Put a NaN into this rank's part of a gradient."""
-    grad = dict(getattr(model, "module", model).named_parameters())[name].grad
+    grad = getattr(model, "module", model).get_parameter(name).grad
     with torch.no_grad():
-        (grad.to_local() if hasattr(grad, "to_local") else grad).view(-1)[0] = math.nan
+        held(grad).view(-1)[0] = math.nan
 
 
 # calls after the backward
@@ -129,11 +143,7 @@ WAYS = [("DDP", 2), ("FSDP2", 2), ("TP", 2), ("FSDP2 x TP", 4)]
 
 
 def check_after_backward(pool, kind, backend):
-    model = alone(DOUBLE)
-    expected = []
-    for _ in range(STEPS):
-        expected.append(gm.grad_norm(model))
-        step_again(model, 0, 1, "alone")
+    expected = norms_alone(STEPS)
     for norms, skips, origin, calls in pool.run(after_backward, pool.size, kind, backend):
         assert math.isnan(norms[2])
         assert norms[:2] + norms[3:] == pytest.approx(expected[:2] + expected[3:], rel=1e-12)
@@ -149,7 +159,7 @@ def check_after_backward(pool, kind, backend):
     [pytest.param(*way, marks=() if way[0] == "TP" else (pytest.mark.deep,)) for way in WAYS],
 )
 def test_after_a_backward_outside_all_is_one_graph(request, kind, size):
-    check_after_backward(request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size]), kind, "kept")
+    check_after_backward(pool_of(request, size), kind, "kept")
 
 
 @needs_compiler
@@ -197,8 +207,7 @@ def records_alone(rank, size, kind):
     ],
 )
 def test_a_recorder_in_a_graph_asks_the_ranks_once(request, kind, size):
-    pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size])
-    for calls, ops in pool.run(records_alone, size, kind):
+    for calls, ops in pool_of(request, size).run(records_alone, size, kind):
         assert calls == ["all_reduce.default"] * (1 + KINDS[kind][2])
         assert ops == ["gradiometer.record_.default", "gradiometer.append_.default"]
 
@@ -303,9 +312,7 @@ def blockwise(rank, size):
     counters.clear()
     backward(model, rank, size)
     before = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
-    collect = torch.compile(
-        lambda: gm.collect_grads(model, reduce=ranks), fullgraph=True, backend="aot_eager"
-    )
+    collect = compiled_collect(model, ranks)
     norms = []
     for _ in range(3):
         norms.append(collect().materialize().total_norm)
@@ -315,11 +322,7 @@ def blockwise(rank, size):
 
 @pytest.mark.deep
 def test_collection_adds_no_break_to_a_model_compiled_block_by_block(two_ranks):
-    model = alone(DOUBLE)
-    expected = []
-    for _ in range(3):
-        expected.append(gm.grad_norm(model))
-        step_again(model, 0, 1, "alone")
+    expected = norms_alone(3)
     for (breaks, graphs), after, norms in two_ranks.run(blockwise, 2):
         assert graphs > 0
         assert after == (breaks, graphs + 1)
@@ -395,9 +398,7 @@ def disagree(rank):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
     model, ranks = models[rank], both[rank]
-    collect = torch.compile(
-        lambda: gm.collect_grads(model, reduce=ranks), fullgraph=True, backend="aot_eager"
-    )
+    collect = compiled_collect(model, ranks)
     stats = collect()
     assert stats.columns.isnan().all()
     with pytest.raises(gm.RankError, match="the ranks made different calls"):
@@ -419,7 +420,7 @@ def one_of_them_compiled(rank, size):
 
     if rank == 1:
         torch._dynamo.reset()
-        collect = torch.compile(collect, fullgraph=True, backend="aot_eager")
+        collect = compiled_collect(model, ranks)
     for _ in range(3):
         assert_same(collect(), expected)
 
@@ -483,11 +484,8 @@ def page(rank, size, kind, code):
             exec(code, scope)  # noqa: S102 the page's own code
             if kind == "TP":
                 found = [scope["step"](x, y)[1] for _ in range(3)]
-                assert [(each.step, each.skipped) for each in scope["recorder"].read()] == [
-                    (0, False),
-                    (1, False),
-                    (2, False),
-                ]
+                recorded = [(each.step, each.skipped) for each in scope["recorder"].read()]
+                assert recorded == [(step, False) for step in range(3)]
             else:
                 found = [scope["stats"]]
         finally:

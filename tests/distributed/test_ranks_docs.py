@@ -21,6 +21,7 @@ from kernels_bench.distributed.bench import CALLS
 from kernels_bench.distributed.cost_model import job, members_of, nccl_us, payload, sent, simulate
 from kernels_bench.distributed.processes import measure
 from support.pages import ROOT, blocks
+from support.rank_models import error_of
 from support.rank_pool import scripted
 
 pytest.importorskip("pyarrow")
@@ -75,19 +76,15 @@ def test_tensor_parallelism(tmp_path):
     # gradients that ranks share in every way, compared with those of one process
     model = torch.nn.Sequential()
     torch.manual_seed(0)
-    for name, layer in {
-        "norm": torch.nn.LayerNorm(16),
-        "up": torch.nn.Linear(16, 64),
-        "down": torch.nn.Linear(64, 16),
-    }.items():
-        model.add_module(name, layer)
+    model.add_module("norm", torch.nn.LayerNorm(16))
+    model.add_module("up", torch.nn.Linear(16, 64))
+    model.add_module("down", torch.nn.Linear(64, 16))
     model(torch.randn(4, 8, 16)).square().mean().backward()
     alone = gm.collect_grads(model).materialize()
     assert f"total norm {alone.total_norm:.3f}, clipped 0.100" in printed
     for row in alone.rows():
-        assert re.search(rf"^{row.name} +{row.numel:,} +{row.norm:.3e} ", printed, flags=re.MULTILINE), (
-            row.name
-        )
+        line = rf"^{row.name} +{row.numel:,} +{row.norm:.3e} "
+        assert re.search(line, printed, flags=re.MULTILINE), row.name
 
 
 def test_a_pipeline(tmp_path):
@@ -106,9 +103,8 @@ def test_a_loop_like_torchtitans(tmp_path):
     assert first.startswith("10 steps, ")
     assert first.rpartition(" ")[2] == second.rpartition(" ")[2]
     recorded = read_run(tmp_path / "runs/titan")
-    assert recorded.catalog.names == tuple(
-        f"{i}.{name}.weight" for i in range(3) for name in ("norm", "w1", "w2")
-    )
+    expected = [f"{i}.{name}.weight" for i in range(3) for name in ("norm", "w1", "w2")]
+    assert recorded.catalog.names == tuple(expected)
     assert set(recorded.catalog.shapes) == {(16,), (64, 16), (16, 64)}
 
 
@@ -124,10 +120,8 @@ def test_the_lines_between_them_run_in_one_process():
 
 
 def differ(rank):
-    try:
-        gm.Ranks({"w": torch.nn.Parameter(torch.zeros(4, 4 if rank else 8))})
-    except gm.RankError as error:
-        return str(error)
+    weights = {"w": torch.nn.Parameter(torch.zeros(4, 4 if rank else 8))}
+    return error_of(lambda: gm.Ranks(weights))
 
 
 def test_what_ranks_say_that_differ(two_ranks):
@@ -205,27 +199,13 @@ def test_what_is_sent_is_what_is_said():
 
 
 def test_the_script_prints_its_tables(capsys, monkeypatch, tmp_path):
-    arguments = [
-        "--parts",
-        "setup,model",
-        "--ranks",
-        "8,64",
-        "--tensors",
-        "20",
-        "--json",
-        str(tmp_path / "a.json"),
-    ]
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    arguments = ["--parts", "setup,model", "--ranks", "8,64", "--tensors", "20", "--json"]
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments, str(tmp_path / "a.json")])
     bench.main()
     printed = capsys.readouterr().out
     assert sum(line.startswith("|-") for line in printed.splitlines()) == 2
-    assert set(json.loads((tmp_path / "a.json").read_text())) == {
-        "command",
-        "machine",
-        "rounds",
-        "setup",
-        "model",
-    }
+    keys = {"command", "machine", "rounds", "setup", "model"}
+    assert set(json.loads((tmp_path / "a.json").read_text())) == keys
     monkeypatch.setattr(sys, "argv", ["bench", "--processes", "3"])
     with pytest.raises(SystemExit, match=r"distributed\.bench: 3: --processes must be >= 2 and divide 64"):
         bench.main()

@@ -22,6 +22,9 @@ from support.rank_models import (
     WORDS,
     Collectives,
     alone,
+    full,
+    grads_of,
+    held,
     mesh_of,
     names_and_parameters,
     whole,
@@ -46,16 +49,8 @@ def build(kind, rank, size, dtype=torch.float64):
     return KINDS[kind][0](rank, size, dtype)
 
 
-def full(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def is_partial(tensor):
     return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
-
-
-def shard_of(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # gradients of a step
@@ -78,7 +73,7 @@ def collected(rank, kind, size, dtype, how):
         assert torch.equal(again.columns, stats.columns)
     found = seen(stats)
     found["collectives"] = collectives.calls
-    grads = {name: p.grad for name, p in names_and_parameters(model)}
+    grads = grads_of(model)
     found["full"] = {name: full(grad) for name, grad in grads.items()}
     found["partial"] = [name for name, grad in grads.items() if is_partial(grad)]
     return found
@@ -103,10 +98,8 @@ def test_two_small_collectives_and_nothing_is_gathered(pool, kind, size):
     for one in found_of(pool, kind, size):
         *before, sums, tops = one["collectives"]
         assert sums == ("allreduce_", [((NUM_TENSORS, TENSORS.num_sums), torch.float64)])
-        assert tops == (
-            "allreduce_",
-            [((NUM_TENSORS + 8, TENSORS.width - TENSORS.num_sums + 1), torch.float64)],
-        )
+        shape = (NUM_TENSORS + 8, TENSORS.width - TENSORS.num_sums + 1)
+        assert tops == ("allreduce_", [(shape, torch.float64)])
         # the partial gradients of normalization weights are added up first, one all-reduce each
         assert [name for name, _ in before] == ["allreduce_"] * KINDS[kind][2]
 
@@ -155,14 +148,8 @@ def weights(rank, kind, size):
         for _, parameter in names_and_parameters(model):
             parameter.grad = None
     ranks = gm.Ranks(model)
-    found = [
-        seen(stats)
-        for stats in (
-            gm.collect_weights(model, reduce=ranks),
-            gm.collect_weights(model, reduce=True),
-            gm.collect_weights(model).reduce(),
-        )
-    ]
+    found = [seen(gm.collect_weights(model, reduce=reduce)) for reduce in (ranks, True)]
+    found.append(seen(gm.collect_weights(model).reduce()))
     assert repr(found[1:]) == repr(found[:-1])
     # no parameter has a gradient: no rows in a report, and no rank waits
     assert gm.collect_grads(model, reduce=ranks).materialize().names == ()
@@ -180,16 +167,14 @@ def scaled(rank, kind, size, inv_scale):
     model = build(kind, rank, size)
     stats = gm.collect_grads(model, reduce=True, inv_scale=inv_scale, skip_nonfinite=True)
     with torch.no_grad():
-        for _, parameter in names_and_parameters(model):
-            parameter.grad.mul_(inv_scale)
+        for grad in grads_of(model).values():
+            grad.mul_(inv_scale)
     assert stats.skip_nonfinite
     # exact because of powers of two, partial sums too
     assert torch.equal(stats.columns, gm.collect_grads(model, reduce=True).columns)
     norms = [gm.grad_norm(model, reduce=True), gm.grad_norm(model, reduce=gm.Ranks(model))]
-    if KINDS[kind][2] == 0:
-        grads = {name: parameter.grad for name, parameter in names_and_parameters(model)}
-        if "pipeline" not in kind:
-            norms.append(gm.total_norm(grads, reduce=True).item())
+    if KINDS[kind][2] == 0 and "pipeline" not in kind:
+        norms.append(gm.total_norm(grads_of(model), reduce=True).item())
     return norms
 
 
@@ -216,19 +201,17 @@ PLANTED = [
 
 def plant(rank, kind, size, places, name, value):
     model = build(kind, rank, size)
-    grads = {name: parameter.grad for name, parameter in names_and_parameters(model)}
-    before = {name: shard_of(grad).clone() for name, grad in grads.items()}
+    grads = grads_of(model)
+    before = {name: held(grad).clone() for name, grad in grads.items()}
     if rank in places:
-        shard_of(grads[name]).view(-1)[-1] = value
+        held(grads[name]).view(-1)[-1] = value
     ranks = gm.Ranks(model)
     stats = gm.collect_grads(model, reduce=ranks)
     found = seen(stats)
     found["found_inf"] = stats.found_inf.item()
-    found["local"] = {
-        name: int(n) for name, n in zip(stats.local.names, stats.local.n_nonfinite, strict=True)
-    }
+    found["local"] = dict(zip(stats.local.names, stats.local.n_nonfinite.tolist(), strict=True))
     found["where"] = ranks.where(name, found["ranks"][name])
-    assert all(torch.equal(shard_of(grads[n]), x) for n, x in before.items() if n != name)
+    assert all(torch.equal(held(grads[n]), x) for n, x in before.items() if n != name)
     return found
 
 
@@ -275,11 +258,7 @@ def without(rank, kind, size, lacking, frozen):
     again = gm.collect_grads(model).reduce()
     assert torch.equal(again.columns, stats.columns)
     found = seen(stats)
-    found["shards"] = {
-        name: shard_of(parameter.grad)
-        for name, parameter in names_and_parameters(model)
-        if parameter.grad is not None
-    }
+    found["shards"] = {name: held(grad) for name, grad in grads_of(model).items()}
     return found
 
 
@@ -309,10 +288,8 @@ def test_a_rank_without_gradients_adds_nothing_and_nobody_waits(four_ranks, lack
     for one in found:
         for name, shard in one["shards"].items():
             shards.setdefault(name, []).append(shard.flatten())
-    ordered = {
-        name: torch.cat(shards[name]) for name, _ in whole(torch.float64).named_parameters() if name in shards
-    }
-    assert_equal(found, ordered)
+    names = [name for name, _ in whole(torch.float64).named_parameters() if name in shards]
+    assert_equal(found, {name: torch.cat(shards[name]) for name in names})
 
 
 def several(rank):
@@ -350,10 +327,8 @@ def dtypes(rank, size):
         # torch cannot shard some of these dtypes
         here = special(dtype).chunk(size)
         local = here[rank] if rank < len(here) else special(dtype)[:0]
-        shape = torch.Size((WORDS, CLASSES))
-        tensors[str(dtype)] = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(CLASSES, 1)
-        )
+        whole_of = {"shape": torch.Size((WORDS, CLASSES)), "stride": (CLASSES, 1)}
+        tensors[str(dtype)] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **whole_of)
     return seen(gm.collect(tensors, reduce=True))
 
 
@@ -388,14 +363,9 @@ def experts(rank):
 def test_experts_of_the_same_names_are_parts_of_one_row(four_ranks):
     found = four_ranks.run(experts)
     first, second = found[0]["grads"], found[1]["grads"]
-    assert_equal(
-        found,
-        {
-            "gate": torch.ones(5),
-            "experts.0.w": torch.cat([first["experts.0.w"], second["experts.0.w"]]),
-            "experts.1.w": second["experts.1.w"],
-        },
-    )
+    both = torch.cat([first["experts.0.w"], second["experts.0.w"]])
+    expected = {"gate": torch.ones(5), "experts.0.w": both, "experts.1.w": second["experts.1.w"]}
+    assert_equal(found, expected)
     assert found[0]["where"] == "rank 3, ^experts\\. 1 of 2"
 
 
@@ -462,12 +432,7 @@ def summarized(rank, size):
     stats = gm.collect_grads(parameters, reduce=True)
     groups = stats.group({"some": "fine|small", "lost": "without", "none": "nothing"})
     modules = stats.by_module()
-    found = [
-        stats.materialize(),
-        groups.materialize(),
-        modules.materialize(),
-        stats.merge(stats).materialize(),
-    ]
+    found = [each.materialize() for each in (stats, groups, modules, stats.merge(stats))]
     on_device = [stats.health.item(), stats.health_score(vanishing=0.25).item(), stats.is_healthy.item()]
     on_device += [stats.min_norm.item(), stats.norm_ratio.item(), stats.total_zero_fraction.item()]
     return found, on_device

@@ -99,8 +99,7 @@ def test_a_missing_gradient_adds_nothing_and_parts_add_up(pool):
     assert pool.run(missing, pool.size) == [expected] * pool.size
 
 
-def other_calls(rank, size):
-    del size
+def other_calls(rank):
     weights = {"w": nn.Parameter(torch.ones(3))}
     ranks = gm.Ranks(weights)
     integers = {"w": torch.ones(3, dtype=torch.int64)}
@@ -117,7 +116,7 @@ def other_calls(rank, size):
 
 
 def test_ranks_that_make_different_calls_learn_of_it(two_ranks):
-    for said, numel in two_ranks.run(other_calls, 2):
+    for said, numel in two_ranks.run(other_calls):
         assert "collect_exponents of exponents" in said[0]
         assert "collect_weights" in said[0]
         assert "'w' has dtype torch.int64" in said[1]
@@ -214,15 +213,10 @@ def test_without_merging_each_rank_has_its_own(two_ranks, tmp_path):
     assert sum(part.total.numel for part in parts) == whole
 
 
-def refused(rank, size, run_dir):
-    del size
-    try:
-        gm.Monitor(nn.Linear(2, 1), run_dir=run_dir, precision=rank + 1)
-    except gm.RankError as error:
-        return str(error)
-    return None
+def refused(rank, run_dir):
+    return error_of(lambda: gm.Monitor(nn.Linear(2, 1), run_dir=run_dir, precision=rank + 1))
 
 
 def test_ranks_with_another_cadence_are_refused(two_ranks, tmp_path):
-    for said in two_ranks.run(refused, 2, str(tmp_path)):
+    for said in two_ranks.run(refused, str(tmp_path)):
         assert "Monitor(precision=2) on rank 1, but 1 on rank 0" in said

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import gradiometer as gm
 from gradiometer.distributed import collectives, process_groups
 from gradiometer.distributed import ranks as ranks_module
-from support.rank_pool import RankPool
+from support.rank_pool import RankPool, free_port, join_over_tcp
 
 # seconds that ranks wait in these tests
 TIMEOUT = 2.0
@@ -62,6 +61,7 @@ def one(found):
 def differing(rank, kind):
     own = tensors()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    cut = DTensor.from_local(torch.ones(1, 3), mesh, [Shard(0)], run_check=False)
     if kind == "shape":
         own["layer.1"] = torch.ones(2, 3 + rank)
     elif kind == "dtype":
@@ -70,16 +70,12 @@ def differing(rank, kind):
         placement = [Shard(0), Shard(1)][rank]
         own["layer.1"] = DTensor.from_local(torch.ones(2, 2), mesh, [placement], run_check=False)
     elif kind == "whole":
-        own["layer.1"] = (
-            DTensor.from_local(torch.ones(1, 3), mesh, [Shard(0)], run_check=False)
-            if rank
-            else torch.ones(2, 3)
-        )
-    elif kind == "missing":
-        cut = DTensor.from_local(torch.ones(1, 3), mesh, [Shard(0)], run_check=False)
-        own = tensors() | ({"layer.1": cut} if rank else {})
-        if not rank:
-            del own["layer.1"]
+        own["layer.1"] = cut if rank else torch.ones(2, 3)
+    elif rank:
+        # missing on the first rank
+        own["layer.1"] = cut
+    else:
+        del own["layer.1"]
     first = attempt(lambda: gm.Ranks(own, timeout=10))
     return first, norm(gm.collect_grads(tensors(), reduce=gm.Ranks(tensors(), timeout=10)))
 
@@ -133,21 +129,13 @@ def not_the_same(rank, kind):
     own = tensors()
     ranks = gm.Ranks(own, timeout=10)
     other = gm.Ranks(tensors("other"), timeout=10)
+    # rank 1 collects gradients
     calls = {
-        "function": [
-            partial(gm.grad_norm, own, reduce=ranks),
-            partial(gm.collect_grads, own, reduce=ranks),
-        ],
-        "what": [
-            partial(gm.collect_weights, own, reduce=ranks),
-            partial(gm.collect_grads, own, reduce=ranks),
-        ],
-        "model": [
-            partial(gm.collect_grads, tensors("other"), reduce=other),
-            partial(gm.collect_grads, own, reduce=ranks),
-        ],
+        "function": partial(gm.grad_norm, own, reduce=ranks),
+        "what": partial(gm.collect_weights, own, reduce=ranks),
+        "model": partial(gm.collect_grads, tensors("other"), reduce=other),
     }
-    first = attempt(calls[kind][rank])
+    first = attempt(partial(gm.collect_grads, own, reduce=ranks) if rank else calls[kind])
     return first, norm(gm.collect_grads(own, reduce=ranks))
 
 
@@ -197,10 +185,8 @@ def not_the_same_arguments(rank, kind):
 def test_an_argument_that_differs_is_named_on_every_rank(two_ranks, kind):
     (raised, text), then = one(two_ranks.run(not_the_same_arguments, kind))
     assert raised == "RankError"
-    name = kind.partition(",")[0]
-    assert re.search(rf"rank 1 called \w+ with {name}=\S+, but rank 0 with {name}=\S+; every rank", text), (
-        text
-    )
+    given = rf"with {kind.partition(',')[0]}=\S+"
+    assert re.search(rf"rank 1 called \w+ {given}, but rank 0 {given}; every rank", text), text
     assert then == pytest.approx(18**0.5)
 
 
@@ -273,10 +259,7 @@ def pool():
     def make(size, *, over_tcp=False):
         pools.append(RankPool(size, timeout=60))
         if over_tcp:
-            with socket.socket() as free:
-                free.bind(("localhost", 0))
-                port = free.getsockname()[1]
-            pools[-1].run(over, size, port)
+            pools[-1].run(over, size, free_port())
         return pools[-1]
 
     yield make
@@ -285,15 +268,8 @@ def pool():
 
 
 def over(rank, size, port):
-    """Reinitialize with a store in rank 0, as torchrun does."""
     dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://localhost:{port}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
+    join_over_tcp(rank, size, port)
 
 
 def timed(function):
@@ -377,9 +353,8 @@ def test_a_rank_that_dies_during_set_up_is_named(pool):
     for rank, (failed, (raised, text, *_)) in enumerate(pool(3).outcomes(die_before_the_monitor, 1)):
         if rank != 1:
             assert (failed, raised) == (False, "RankError"), text
-            assert text.startswith("Monitor: rank 1 of 3 did not arrive within 4 s; every rank must make"), (
-                text
-            )
+            said = "Monitor: rank 1 of 3 did not arrive within 4 s; every rank must make"
+            assert text.startswith(said), text
 
 
 @pytest.mark.parametrize(
@@ -471,10 +446,8 @@ def one_is_busy(rank):
 def test_a_rank_that_lives_is_not_accused(pool):
     three = pool(3)
     first, _, third = three.run(give_up_in_two_ways)
-    assert first == (
-        "RankError",
-        "rank 1 does not respond: Timed out waiting 2500ms for recv operation to complete",
-    )
+    timed_out = "Timed out waiting 2500ms for recv operation to complete"
+    assert first == ("RankError", f"rank 1 does not respond: {timed_out}")
     assert third == ("RankError", "rank 1 did not reach this reduction within 2 s")
     first, second, third = three.run(one_is_further)
     assert first == "rank 1 did not reach this reduction within 1.5 s"
@@ -530,9 +503,8 @@ def test_after_an_error_a_process_ends_by_itself(tmp_path):
     """A rank still hangs; one thread keeps waiting for it in a closed side group."""
     store = str(tmp_path / "store")
     environment = os.environ | {"PYTHONPATH": str(Path(gm.__file__).parents[1])}
-    start = partial(
-        subprocess.Popen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    start = partial(subprocess.Popen, text=True, env=environment, **pipes)
     processes = [start([sys.executable, "-c", LEAVE, str(rank), store]) for rank in range(2)]
     try:
         said = processes[0].stdout.readline()

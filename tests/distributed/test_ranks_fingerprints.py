@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import gradiometer as gm
 from support import rank_models
-from support.rank_models import BUILDERS, Collectives, build, error_of
+from support.rank_models import BUILDERS, Collectives, build, error_of, held
 from support.rank_pool import RankPool, pool_of
 
 
@@ -65,7 +65,7 @@ def test_a_part_that_begins_inside_a_word_has_no_whole(pool):
 
 def flip(parameter, bit):
     """Flip a bit of the first element that this rank holds."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = held(parameter)
     if local.numel():
         with torch.no_grad():
             local.view(-1)[:1].view(torch.int64).bitwise_xor_(1 << bit)
@@ -128,9 +128,8 @@ def test_opposite_differences_of_two_ranks_do_not_cancel(four_ranks):
 def different_shards(rank, size):
     model = rank_models.fsdp(rank, size, torch.float64)
     flip(dict(rank_models.names_and_parameters(model))["embed.weight"], 3)
-    return gm.check_replicas(model), gm.collect_grads(
-        model, fingerprint=True, reduce=True
-    ).materialize().diverged
+    grads = gm.collect_grads(model, fingerprint=True, reduce=True)
+    return gm.check_replicas(model), grads.materialize().diverged
 
 
 def test_shards_are_no_copies(pool):
@@ -291,8 +290,7 @@ def asked_by_some(rank, size):
 
 def test_fingerprints_that_some_ranks_ask_for_are_an_error_on_all(two_ranks):
     for said, fingerprints, shape in two_ranks.run(asked_by_some, 2):
-        assert (
-            "rank 1 called collect_weights, but rank 0 called collect_weights with fingerprint=True" in said
-        )
+        call = "called collect_weights"
+        assert f"rank 1 {call}, but rank 0 {call} with fingerprint=True" in said
         assert fingerprints is None
         assert shape[1] == 3

@@ -115,13 +115,28 @@ def pretend(patch, kind):
         patch.setattr(PartialState, "set_device", lambda self: setattr(self, "device", torch.device("cpu")))
 
 
-def trainer_of(folder, kind, **arguments):
-    import transformers
+def reset_accelerate():
+    """Forget accelerate's singletons, which would be kept for the next Trainer of the process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    # these singletons would be kept for the next Trainer of the process
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+
+
+def told(monitor, options, **of_training):
+    """Return what a rank says of its monitor, if it has one, and of its training."""
+    return of_training | {
+        "failures": None if monitor is None else monitor.failures,
+        "every": None if monitor is None else monitor.every,
+        "seen": [rule.seen for rule in dict(options).get("rules", ())],
+        "step": None if monitor is None else monitor.step,
+    }
+
+
+def trainer_of(folder, kind, **arguments):
+    import transformers
+
+    reset_accelerate()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     fsdp = {
@@ -169,16 +184,8 @@ def train(rank, folder, kind, size=2, arguments=(), options=(), prepare=None, re
         if prepare is not None:
             prepare(rank, trainer, patch)
         trainer.train(resume_from_checkpoint=resume)
-        monitor = callback.monitor
-    return {
-        "logged": logged,
-        "losses": [float(loss) for loss in losses],
-        "failures": None if monitor is None else monitor.failures,
-        "every": None if monitor is None else monitor.every,
-        "seen": [rule.seen for rule in dict(options).get("rules", ())],
-        "step": None if monitor is None else monitor.step,
-        "global_step": trainer.state.global_step,
-    }
+    losses, step = [float(loss) for loss in losses], trainer.state.global_step
+    return told(callback.monitor, options, logged=logged, losses=losses, global_step=step)
 
 
 def recorded(folder):
@@ -220,21 +227,6 @@ def check_record(found, expected):
     assert found["numel"] == expected["numel"]
     assert found["totals"] == pytest.approx(expected["totals"], rel=CLOSE)
     assert found["losses"] == pytest.approx(expected["losses"], rel=CLOSE)
-
-
-@pytest.mark.parametrize(
-    "kind", ["ddp", pytest.param("fsdp_size", marks=pytest.mark.deep), "fsdp 2", "tp_size"]
-)
-def test_a_trainer_of_transformers_leaves_one_record_of_the_whole_job(ranks, alone, tmp_path, kind):
-    results = ranks.run(train, tmp_path, kind)
-    assert [result["logged"] for result in results] == [[], []]
-    assert [(result["step"], result["failures"]) for result in results] == [(STEPS, {})] * 2
-    # under tensor parallelism all ranks have the same batches
-    size = 2 if kind == "tp_size" else 4
-    check_record(recorded(tmp_path), alone(train, size))
-    assert recorded(tmp_path)["losses"] == pytest.approx(mean_losses(results), rel=1e-6)
-    if size == 4:
-        assert results[0]["losses"] != pytest.approx(results[1]["losses"], rel=CLOSE)
 
 
 # --- Lightning
@@ -293,11 +285,9 @@ def fit(rank, folder, kind, size=2, arguments=(), options=(), prepare=None, resu
     from gradiometer.integrations.lightning import MonitorCallback
 
     folder, logged = Path(folder), []
-    job = (
-        {}
-        if kind == "one"
-        else {"devices": 2, "strategy": strategy_of(kind), "plugins": LightningEnvironment()}
-    )
+    job = {}
+    if kind != "one":
+        job = {"devices": 2, "strategy": strategy_of(kind), "plugins": LightningEnvironment()}
     defaults = {
         "max_steps": STEPS,
         "accelerator": "cpu",
@@ -322,26 +312,32 @@ def fit(rank, folder, kind, size=2, arguments=(), options=(), prepare=None, resu
         whole = kind in {"one", "tp"}
         loader = torch.utils.data.DataLoader(data, batch_size=size, sampler=None if whole else sampler)
         trainer.fit(module, loader, ckpt_path=resume)
-        monitor = callback.monitor
-    return {
-        "logged": logged,
-        "losses": module.losses,
-        "failures": None if monitor is None else monitor.failures,
-        "every": None if monitor is None else monitor.every,
-        "seen": [rule.seen for rule in dict(options).get("rules", ())],
-        "step": None if monitor is None else monitor.step,
-        "global_step": trainer.global_step,
-    }
+    losses, step = module.losses, trainer.global_step
+    return told(callback.monitor, options, logged=logged, losses=losses, global_step=step)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tp"])
-def test_lightning_leaves_one_record_of_the_whole_job(ranks, alone, tmp_path, kind):
-    results = ranks.run(fit, tmp_path, kind)
+FUNCTIONS = {"transformers": train, "lightning": fit}
+
+
+@pytest.mark.parametrize(
+    ("framework", "kind"),
+    [
+        ("transformers", "ddp"),
+        pytest.param("transformers", "fsdp_size", marks=pytest.mark.deep),
+        ("transformers", "fsdp 2"),
+        ("transformers", "tp_size"),
+        *[("lightning", kind) for kind in ("ddp", "fsdp", "tp")],
+    ],
+)
+def test_a_trainer_leaves_one_record_of_the_whole_job(ranks, alone, tmp_path, framework, kind):
+    results = ranks.run(FUNCTIONS[framework], tmp_path, kind)
     assert [result["logged"] for result in results] == [[], []]
     assert [(result["step"], result["failures"]) for result in results] == [(STEPS, {})] * 2
-    check_record(recorded(tmp_path), alone(fit, 2 if kind == "tp" else 4))
+    # under tensor parallelism all ranks have the same batches
+    size = 2 if kind.startswith("tp") else 4
+    check_record(recorded(tmp_path), alone(FUNCTIONS[framework], size))
     assert recorded(tmp_path)["losses"] == pytest.approx(mean_losses(results), rel=1e-6)
-    if kind != "tp":
+    if size == 4:
         assert results[0]["losses"] != pytest.approx(results[1]["losses"], rel=CLOSE)
 
 
@@ -378,9 +374,6 @@ def forget_one(rank, trainer, patch):
         callbacks[:] = [callback for callback in callbacks if type(callback).__name__ != "MonitorCallback"]
 
 
-FUNCTIONS = {"transformers": train, "lightning": fit}
-
-
 def import_all(rank):
     """Import slow modules in advance: a rank would otherwise reach its timeout during the imports."""
     import pytorch_lightning  # noqa: F401
@@ -415,13 +408,10 @@ def test_where_one_rank_does_not_come_the_others_do_not_wait_for_ever(lost_ranks
     check_unwatched(results, "rank 1 of 2 did not arrive within 1 s")
 
 
-@pytest.mark.parametrize(
-    ("function", "kind", "named"), [(train, "fsdp 1", "FSDP"), (fit, "FSDPStrategy", "FSDPStrategy")]
-)
-def test_what_has_neither_whole_gradients_nor_dtensors_is_refused_once(
-    ranks, tmp_path, function, kind, named
-):
+@pytest.mark.parametrize(("function", "kind"), [(train, "fsdp 1"), (fit, "FSDPStrategy")])
+def test_what_has_neither_whole_gradients_nor_dtensors_is_refused_once(ranks, tmp_path, function, kind):
     results = ranks.run(function, tmp_path, kind)
+    named = {"fsdp 1": "FSDP"}.get(kind, kind)
     assert [result["global_step"] for result in results] == [STEPS] * 2
     (line,) = results[0]["logged"]
     assert line.startswith(f"MonitorCallback: with {named}, ranks have neither full gradients nor DTensors")
@@ -558,16 +548,13 @@ def test_lightning_resumes_from_what_the_first_rank_remembers(ranks, tmp_path, k
 
 
 def run_the_page(rank, folder):
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     from support.pages import blocks, sections
 
     page = "docs/how-to/hugging-face.md"
     logged = []
     with quiet(logged) as patch:
         patch.chdir(folder)
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        reset_accelerate()
         scope = {}
         for code in (blocks(page)[0], *sections(page)["Accelerate"]):
             exec(code, scope)  # noqa: S102 the page's own code

@@ -44,15 +44,16 @@ def batch(step):
     return torch.randn(8, SIZES[0], dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
 
-def train(model, monitor, rank, size, steps, before=None):
-    """Train on this rank's part of each batch; the mean of the ranks' losses is the loss of the batch."""
+def loss_of(model, step, rank, size):
+    """Return the loss of this rank's part of a batch; the mean over the ranks is the loss of the batch."""
+    return model(batch(step).chunk(size)[rank]).square().mean()
+
+
+def train(model, monitor, rank, size, steps):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
-        if before is not None:
-            before(step)
         optimizer.zero_grad()
-        part = batch(step).chunk(size)[rank]
-        loss = model(part).square().mean()
+        loss = loss_of(model, step, rank, size)
         loss.backward()
         monitor.record()
         optimizer.step()
@@ -67,6 +68,12 @@ def wrapped(kind, model):
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+def idle(monitor, steps):
+    for _ in range(steps):
+        monitor.record()
+        monitor.advance(loss=1.0)
 
 
 def job(rank, kind, steps, run_dir):
@@ -96,22 +103,14 @@ def assert_same(run_dir, other, steps):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_one_run_record_as_of_a_single_process(two_ranks, tmp_path, kind):
     found = two_ranks.run(job, kind, 30, str(tmp_path / "job"))
-    for failures, dropped, last in found:
-        assert failures == {}
-        assert dropped == 0
-        assert last == 29
+    assert found == [({}, 0, 29)] * 2
     alone = network()
     with Monitor(alone, run_dir=tmp_path / "alone", weights=True, rules=()) as monitor:
         train(alone, monitor, 0, 1, 30)
     assert_same(tmp_path / "job", tmp_path / "alone", 30)
     last = read_run(tmp_path / "job").record(29)
     assert (last.fingerprints("weights")[:, 0] >= 0).all()
-    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [
-        ".lock",
-        "run.json",
-        "steps",
-        "tensors",
-    ]
+    assert {path.name for path in (tmp_path / "job").iterdir()} == {".lock", "run.json", "steps", "tensors"}
 
 
 def updated(rank, kind, run_dir):
@@ -146,7 +145,7 @@ def test_updates_are_merged_as_of_a_single_process(two_ranks, tmp_path, kind):
 
 
 def nonfinite_updates(rank, run_dir):
-    model, give = sharded(rank, dist.get_world_size())
+    model, give = sharded(rank)
     with Monitor(model, run_dir=run_dir, rules=[gm.rules.NonFinite()], updates=True) as monitor:
         for step in range(2):
             give("weight", 1.0)
@@ -173,10 +172,11 @@ def test_the_kinds_of_nonfinite_elements_are_those_of_all_ranks(two_ranks, tmp_p
 # many steps
 
 
-def sharded(rank, size, rows=2):
+def sharded(rank):
     """Return a layer with sharded parameters, and a function that gives it gradients as fast as possible."""
+    size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
-    model = nn.Linear(3, rows * size, dtype=torch.float64)
+    model = nn.Linear(3, 2 * size, dtype=torch.float64)
 
     def cut(tensor):
         return DTensor.from_local(tensor.contiguous(), mesh, [Shard(0)], run_check=False)
@@ -209,9 +209,7 @@ def counted():
 
 def many(rank, run_dir, steps, pause=0.0, slow=-1, every=1):
     """Run steps whose values encode rank and step; return how ranks met."""
-    size = dist.get_world_size()
-    model, give = sharded(rank, size)
-    failures = None
+    model, give = sharded(rank)
     with counted() as counts, Monitor(model, run_dir=run_dir, rules=(), every=every) as monitor:
         for step in range(steps):
             give("weight", step + rank / 4)
@@ -224,8 +222,7 @@ def many(rank, run_dir, steps, pause=0.0, slow=-1, every=1):
                 time.sleep(pause)
             if rank == 1 and step == slow:
                 time.sleep(1.0)
-        failures = monitor.failures
-    return failures, monitor.dropped, counts["all_reduce_pair"], counts["all_reduce"]
+    return monitor.failures, monitor.dropped, counts["all_reduce_pair"], counts["all_reduce"]
 
 
 def assert_many(run_dir, steps, size, every=1):
@@ -284,10 +281,8 @@ def test_slow_loops_meet_once_a_step_and_a_slow_rank_is_waited_for(two_ranks, tm
 
 def spoiled(rank, run_dir, bad_rank, bad_step, every, weights):
     """Give one rank a NaN in one step, and return this rank's knowledge of it."""
-    size = dist.get_world_size()
-    model, give = sharded(rank, size)
-    monitor = Monitor(model, run_dir=run_dir, every=every, weights=weights)
-    with monitor:
+    model, give = sharded(rank)
+    with Monitor(model, run_dir=run_dir, every=every, weights=weights) as monitor:
         for step in range(24):
             give("weight", 1.0)
             give("bias", 1.0)
@@ -329,7 +324,7 @@ def bad_batch(rank, kind, run_dir):
     with Monitor(model, run_dir=run_dir, ranks=True) as monitor:
         for step in range(6):
             model.zero_grad()
-            loss = model(batch(step).chunk(2)[rank]).square().mean()
+            loss = loss_of(model, step, rank, 2)
             # from one rank's batch: every rank gets it through reduced gradients
             loss = loss * math.nan if (rank, step) == (1, 3) else loss
             loss.backward()
@@ -351,9 +346,7 @@ def test_of_a_loss_that_is_not_finite_its_rank_is_named_and_no_other(two_ranks, 
 
 
 def raises(rank, run_dir, sleeps):
-    size = dist.get_world_size()
-    model, give = sharded(rank, size)
-    text = None
+    model, give = sharded(rank)
     try:
         with Monitor(model, run_dir=run_dir) as monitor:
             for step in range(1000):
@@ -373,8 +366,8 @@ def raises(rank, run_dir, sleeps):
                         if sleeps and (Path(run_dir) / "blackbox.json").exists():
                             return monitor.failures
     except ZeroDivisionError as error:
-        text = str(error)
-    return text
+        return str(error)
+    return None
 
 
 def test_an_exception_on_one_rank_is_in_the_first_ones_black_box_before_training_ends(two_ranks, tmp_path):
@@ -392,8 +385,7 @@ def test_an_exception_on_one_rank_is_in_the_first_ones_black_box_before_training
 
 
 def terminated(rank, run_dir):
-    size = dist.get_world_size()
-    model, give = sharded(rank, size)
+    model, give = sharded(rank)
     give("weight", math.nan if rank else 1.0)
     began = math.nan
     try:
@@ -423,10 +415,8 @@ def test_sigterm_on_all_ranks(four_ranks, tmp_path):
     assert run.blackbox["message"] == ""
     assert run.blackbox["first_nonfinite"] == "step 0, weight.grad, rank 1 (dp_shard 1 of 4), 18 NaN of 24"
     for kind in ("json", "pt"):
-        assert sorted(path.name for path in tmp_path.glob(f"blackbox*.{kind}")) == [
-            f"blackbox.{kind}",
-            *[f"blackbox.rank-{rank:05d}.{kind}" for rank in (1, 2, 3)],
-        ]
+        expected = {f"blackbox.rank-{rank:05d}.{kind}" for rank in (1, 2, 3)} | {f"blackbox.{kind}"}
+        assert {path.name for path in tmp_path.glob(f"blackbox*.{kind}")} == expected
     # the step that the black box names, of each rank
     assert {load_kept_step(path).step for path in tmp_path.glob("blackbox*.pt")} == {0}
 
@@ -436,7 +426,7 @@ def test_sigterm_on_all_ranks(four_ranks, tmp_path):
 
 def loses(rank, run_dir, victim, how):
     size = dist.get_world_size()
-    model, give = sharded(rank, size)
+    model, give = sharded(rank)
     ranks = gm.Ranks(model, timeout=3.0)
     processes = [None] * size
     dist.all_gather_object(processes, os.getpid())
@@ -480,7 +470,7 @@ def test_a_rank_that_dies_or_hangs_is_named_and_training_goes_on(tmp_path, how):
 
 
 def breaks(rank, run_dir):
-    model, give = sharded(rank, dist.get_world_size())
+    model, give = sharded(rank)
     give("weight", 1.0)
     if rank == 1:
 
@@ -567,14 +557,12 @@ def test_ranks_apart_have_a_folder_each(two_ranks, tmp_path):
 
 
 def resumes(rank, run_dir):
-    model, give = sharded(rank, dist.get_world_size())
+    model, give = sharded(rank)
     give("weight", 1.0)
     states = []
     with Monitor(model, run_dir=run_dir) as monitor:
         for part in range(2):
-            for _ in range(10):
-                monitor.record()
-                monitor.advance(loss=1.0)
+            idle(monitor, 10)
             began = time.monotonic()
             if part == 0 or rank == 0:
                 states.append(monitor.state_dict())
@@ -584,9 +572,7 @@ def resumes(rank, run_dir):
     dist.broadcast_object_list(told, 0)
     with Monitor(model, run_dir=run_dir) as monitor:
         monitor.load_state_dict(told[0])
-        for _ in range(10):
-            monitor.record()
-            monitor.advance(loss=1.0)
+        idle(monitor, 10)
     return monitor.failures, monitor.step, seconds
 
 
@@ -602,13 +588,11 @@ def test_a_job_is_resumed_from_the_first_ranks_state(two_ranks, tmp_path):
 
 def forgets(rank, run_dir):
     """Let a monitor be garbage-collected on the thread that merges."""
-    model, give = sharded(rank, dist.get_world_size())
+    model, give = sharded(rank)
     give("weight", 1.0)
     monitor = Monitor(model, run_dir=run_dir, rules=())
     merged, pipeline = monitor._pipeline.merger, monitor._pipeline
-    for _ in range(10):
-        monitor.record()
-        monitor.advance(loss=1.0)
+    idle(monitor, 10)
     circle = [monitor]
     circle.append(circle)
     wait, has_gone = merged._await_turn, threading.Event()
@@ -667,9 +651,8 @@ end[0] = time.monotonic()
 def test_scripts_that_end_without_closing_first(tmp_path, how):
     script = tmp_path / "script.py"
     # other addresses, and so another order of sets, on each rank
-    script.write_text(
-        "import os\njunk = [object() for _ in range(int(os.environ['RANK']) * 997)]\n" + _SCRIPT
-    )
+    other = "import os\njunk = [object() for _ in range(int(os.environ['RANK']) * 997)]\n"
+    script.write_text(other + _SCRIPT)
     done = torchrun(script, how, str(tmp_path))
     seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("seconds")]
     assert len(seconds) == 2
@@ -684,13 +667,11 @@ def test_scripts_that_end_without_closing_first(tmp_path, how):
 
 
 def out_of_step(rank, run_dir):
-    model, give = sharded(rank, dist.get_world_size())
+    model, give = sharded(rank)
     give("weight", 1.0)
     with Monitor(model, run_dir=run_dir, ranks=True) as monitor:
         monitor.step = 7 * rank
-        for _ in range(5):
-            monitor.record()
-            monitor.advance(loss=1.0)
+        idle(monitor, 5)
         monitor.flush(10)
     return monitor.failures, monitor._pipeline.merger.news
 
@@ -705,12 +686,11 @@ def test_ranks_out_of_step_are_told_apart(two_ranks, tmp_path):
 # gm.watch
 
 
-def watched_job(rank, kind, steps, run_dir):
-    model = wrapped(kind, network())
+def train_watched(model, rank, size, run_dir):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gm.watch(model, optimizer, run_dir=run_dir, weights=True, rules=()) as monitor:
-        for step in range(steps):
-            loss = model(batch(step).chunk(dist.get_world_size())[rank]).square().mean()
+        for step in range(10):
+            loss = loss_of(model, step, rank, size)
             loss.backward()
             monitor.note(loss=loss)
             optimizer.step()
@@ -718,16 +698,12 @@ def watched_job(rank, kind, steps, run_dir):
     return monitor.failures, monitor.dropped
 
 
+def watched_job(rank, kind, run_dir):
+    return train_watched(wrapped(kind, network()), rank, dist.get_world_size(), run_dir)
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_watched_loop_of_two_ranks_is_as_of_a_single_process(two_ranks, tmp_path, kind):
-    assert two_ranks.run(watched_job, kind, 10, str(tmp_path / "job")) == [({}, 0)] * 2
-    alone = network()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    with gm.watch(alone, optimizer, run_dir=tmp_path / "alone", weights=True, rules=()) as monitor:
-        for step in range(10):
-            loss = alone(batch(step)).square().mean()
-            loss.backward()
-            monitor.note(loss=loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    assert two_ranks.run(watched_job, kind, str(tmp_path / "job")) == [({}, 0)] * 2
+    train_watched(network(), 0, 1, tmp_path / "alone")
     assert_same(tmp_path / "job", tmp_path / "alone", 10)

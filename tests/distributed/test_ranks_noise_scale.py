@@ -114,10 +114,9 @@ WAYS = [
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("micro_batches", "hook"), WAYS)
 def test_under_ddp_it_is_the_value_computed_by_hand(request, size, micro_batches, hook):
-    pool = pool_of(request, size)
     own = micro_batches if hook else micro_batches - 1
     expected = by_hand(size, micro_batches, own)
-    answers = pool.run(under_ddp, size, micro_batches, hook)
+    answers = pool_of(request, size).run(under_ddp, size, micro_batches, hook)
     for scales, totals, state in answers:
         for found, wanted in zip(scales, expected, strict=True):
             close(found, wanted)
@@ -151,9 +150,8 @@ def test_a_hook_changes_no_gradient(two_ranks):
 
 def gradients_with_and_without_a_hook(rank):
     bare, hooked = (trained(rank, 2, 2, hook=hook)[3] for hook in (False, True))
-    return all(
-        torch.equal(a, b) for x, y in zip(bare, hooked, strict=True) for a, b in zip(x, y, strict=True)
-    )
+    pairs = [pair for steps in zip(bare, hooked, strict=True) for pair in zip(*steps, strict=True)]
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_a_given_hook_runs_after_the_measurement(two_ranks):
@@ -323,15 +321,14 @@ def with_a_nan_in_the_second_copy(rank):
 
 
 def refuses_shards(model, ranks, noise, with_ranks):
-    with pytest.raises(
-        ValueError, match=r"this rank's shards only; add those of all ranks, gm.collect_grads"
-    ):
-        noise.add(gm.collect_grads(model))
-    for stats in (gm.collect_grads(model), gm.collect_grads(model, reduce=ranks)):
-        with pytest.raises(
-            ValueError, match=r"of shards or groups; with FSDP2 .* without ranks=, accumulate"
-        ):
-            with_ranks.add(stats)
+    stats = gm.collect_grads(model)
+    said = r"this rank's shards only; add those of all ranks, gm.collect_grads"
+    with pytest.raises(ValueError, match=said):
+        noise.add(stats)
+    said = r"of shards or groups; with FSDP2 .* without ranks=, accumulate"
+    for given in (stats, gm.collect_grads(model, reduce=ranks)):
+        with pytest.raises(ValueError, match=said):
+            with_ranks.add(given)
     with pytest.raises(TypeError, match=r"expected a DistributedDataParallel model, got .*; with FSDP2"):
         with_ranks.register_comm_hook(model)
 
@@ -358,11 +355,9 @@ def test_the_file_of_the_page_runs(tmp_path):
     path = tmp_path / "file.py"
     path.write_text(blocks(PAGE)[-2], encoding="utf-8")
     printed = sorted(scripted(path).splitlines())
-    values = [
-        re.fullmatch(rf"rank {rank}: noise scale (\d+\.\d+)", line) for rank, line in enumerate(printed)
-    ]
-    assert len(values) == 2
-    assert values[0][1] == values[1][1]
+    assert len(printed) == 2
+    first = re.fullmatch(r"rank 0: noise scale (\d+\.\d+)", printed[0])
+    assert printed[1] == f"rank 1: noise scale {first[1]}"
 
 
 def test_the_function_of_the_page_runs(two_ranks):
@@ -376,11 +371,9 @@ def accumulated_as_on_the_page(rank):
     exec(blocks(PAGE)[-1], scope)  # noqa: S102 the page's own code
     model = DistributedDataParallel(model_of())
     noise = gm.NoiseScale(BATCH, decay=DECAY, ranks=gm.Ranks(model))
-    scales = []
+    loss_fn, scales = (lambda y, target: (y - target).square().mean()), []
     for inputs in data(2, 3)[:, rank]:
         batches = [(x, 2.0) for x in inputs]
-        scales.append(
-            scope["accumulate"](model, noise, batches, lambda y, target: (y - target).square().mean())
-        )
+        scales.append(scope["accumulate"](model, noise, batches, loss_fn).item())
         model.zero_grad()
-    return [scale.item() for scale in scales]
+    return scales

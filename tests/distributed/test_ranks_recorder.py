@@ -15,7 +15,8 @@ from gradiometer.monitor.failures import Failures
 from gradiometer.monitor.model_reader import ParameterCheck
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.updates import Updates
-from support.rank_models import KINDS, Collectives, backward, mesh_of, sharded, whole
+from support.rank_models import KINDS, Collectives, backward, held, mesh_of, sharded, whole
+from support.rank_pool import pool_of
 
 DOUBLE = torch.float64
 
@@ -24,15 +25,11 @@ def build(kind, rank, size):
     return KINDS[kind][0](rank, size, DOUBLE)
 
 
-def shard_of(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def spoil(model, value=math.nan):
     """Put a value into this rank's part of a gradient that is sharded over all ranks."""
     model = getattr(model, "module", model)
     with torch.no_grad():
-        shard_of(model.layers["0"].up.weight.grad).view(-1)[0] = value
+        held(model.layers["0"].up.weight.grad).view(-1)[0] = value
 
 
 # rows
@@ -100,9 +97,8 @@ def groups_of_all_ranks(rank, size):
     other = Recorder({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     with pytest.raises(ValueError, match=r"'embed.weight' is not among the parameters"):
         other.record(stats)
-    with pytest.raises(
-        ValueError, match=r"'a.weight' is not among the tensors .*; create gm.Ranks from the same model"
-    ):
+    said = r"'a.weight' is not among the tensors .*; create gm.Ranks from the same model"
+    with pytest.raises(ValueError, match=said):
         Recorder({"a": nn.Linear(2, 2)}, ranks=gm.Ranks(model))
 
 
@@ -142,10 +138,8 @@ def test_what_was_not_recorded_is_skipped_all_the_same(two_ranks):
     found = two_ranks.run(decide, 2, "FSDP2", {"every": 3}, [None, None, math.nan, None])
     assert [skipped for skipped, _ in found] == [[False, False, True, False]] * 2
     # the rank that has the NaN keeps the step
-    assert [recorded for _, recorded in found] == [
-        {0: False, 3: False},
-        {0: False, 2: True, 3: False},
-    ]
+    kept = {0: False, 3: False}
+    assert [recorded for _, recorded in found] == [kept, kept | {2: True}]
 
 
 def test_where_a_nan_is_no_reason_it_is_none_on_any_rank(two_ranks):
@@ -176,9 +170,8 @@ def above(rank, size, kind):
 
 @pytest.mark.parametrize(("kind", "size"), [("DDP", 2), ("FSDP2", 2), ("TP", 2), ("FSDP2 x TP", 4)])
 def test_the_norm_of_all_ranks_is_what_the_limit_is_for(request, kind, size):
-    pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size])
     alone = gm.grad_norm(backward(whole(DOUBLE)))
-    for total, own, found, recorded in pool.run(above, size, kind):
+    for total, own, found, recorded in pool_of(request, size).run(above, size, kind):
         assert total == pytest.approx(alone, rel=1e-12)
         # replicated gradients are not added up; with shards, no single rank's norm is the total
         assert own == total if kind == "DDP" else own < total * (1 - 1e-6)
@@ -271,12 +264,10 @@ def updates(rank, size, kind):
         kept = Updates(recorder)
         for step in range(2):
             with torch.no_grad():
-                before = {
-                    name: shard_of(p).to(torch.float64, copy=True) for name, p in model.named_parameters()
-                }
+                before = {name: held(p).to(DOUBLE, copy=True) for name, p in model.named_parameters()}
                 for p in model.parameters():
-                    shard_of(p).mul_(1.5)
-            expected = {name: shard_of(p).double() - before[name] for name, p in model.named_parameters()}
+                    held(p).mul_(1.5)
+            expected = {name: held(p).double() - before[name] for name, p in model.named_parameters()}
             kept.measure(step)
             kept.keep(step + 1)
             (*_, record) = recorder.read()

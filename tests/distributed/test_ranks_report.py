@@ -18,7 +18,7 @@ import gradiometer as gm
 CUTS = {"0.weight": 0, "0.bias": 0, "1.weight": 1}
 
 
-def model_of(rank: int) -> nn.Module:
+def model_of(rank):
     """Return a model sharded over all ranks; the last rank has a NaN in its first gradient."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
@@ -70,17 +70,13 @@ def test_a_report_says_whose_it_is_and_which_rank_has_a_nan(two_ranks):
         # it was pickled to get here
         assert str(local).startswith(LOCAL)
         assert repr(local).startswith(f"<Report: {LOCAL}")
-        assert str(local.by_module(1)).startswith(
-            "this rank's shards only (TensorStats.reduce() merges them)\nmodule"
-        )
+        heading = "this rank's shards only (TensorStats.reduce() merges them)\nmodule"
+        assert str(local.by_module(1)).startswith(heading)
         assert str(merged) == TABLE
         assert merged.ranks == {"0.weight": 1}
         exported = merged.to_dict()
-        assert (exported["ranks"], exported["is_reduced"], exported["is_local"]) == (
-            merged.ranks,
-            True,
-            False,
-        )
+        assert exported["ranks"] == merged.ranks
+        assert (exported["is_reduced"], exported["is_local"]) == (True, False)
         assert local.to_dict()["is_local"] is True
         assert copy.deepcopy(merged).to_string() == TABLE
 
@@ -88,10 +84,8 @@ def test_a_report_says_whose_it_is_and_which_rank_has_a_nan(two_ranks):
 def _compiled(rank):
     model = model_of(rank)
     ranks = gm.Ranks(model)
-    stats = torch.compile(gm.collect_grads, backend="eager", fullgraph=True)(model)
-    reduced = torch.compile(
-        lambda model: gm.collect_grads(model, reduce=ranks), backend="eager", fullgraph=True
-    )(model)
+    collect = torch.compile(gm.collect_grads, backend="eager", fullgraph=True)
+    stats, reduced = collect(model), collect(model, reduce=ranks)
     assert stats.is_local
     assert reduced.local.is_local
     refused = []
@@ -107,9 +101,8 @@ def test_shards_that_reduce_knows_nothing_of_are_refused(two_ranks):
     for (compiled, grouped_in_compiled, grouped), *tables in two_ranks.run(_compiled):
         assert compiled == grouped_in_compiled
         assert compiled.endswith("does not keep their placements; pass ranks = gm.Ranks(model)")
-        assert grouped.endswith(
-            "cannot be merged over ranks; reduce before you group: stats.reduce().group(...)"
-        )
+        said = "cannot be merged over ranks; reduce before you group: stats.reduce().group(...)"
+        assert grouped.endswith(said)
         assert tables == [TABLE, TABLE]
 
 

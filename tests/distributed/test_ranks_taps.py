@@ -11,15 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 import gradiometer as gm
 from gradiometer.columns import ACTIVATIONS, Column, Derived, Schema
 from gradiometer.recorder import Kind, register
+from support.rank_models import error_of
 
 STEPS = 3
 
 
 def train(rank, size, run_dir, names=None, spoiled=-1):
     torch.manual_seed(1)
-    model = nn.Sequential(
-        nn.Linear(8, 6, dtype=torch.float64), nn.ReLU(), nn.Linear(6, 4, dtype=torch.float64)
-    )
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)).double()
     taps = gm.Taps(model, {"all": names or r"^[01]$"})
     whole = DistributedDataParallel(model) if size > 1 else model
     with gm.Monitor(whole, taps=taps, run_dir=run_dir) as monitor:
@@ -36,11 +35,7 @@ def train(rank, size, run_dir, names=None, spoiled=-1):
 
 
 def refused(rank, size, run_dir):
-    try:
-        train(rank, size, run_dir, names=rf"^{rank}$")
-    except gm.RankError as error:
-        return str(error)
-    return None
+    return error_of(lambda: train(rank, size, run_dir, names=rf"^{rank}$"))
 
 
 def test_rows_are_those_of_a_single_process(two_ranks, tmp_path):
@@ -83,9 +78,8 @@ def signs(rank, run_dir, columns):
     def measure(tensors):
         return torch.tensor([[x.numel(), int((x < 0).sum())] for x in tensors], dtype=torch.float64)
 
-    kind = register(
-        Kind(f"signs of {columns[1]}", Schema("signs", own, derived), "gradient", measure=measure)
-    )
+    schema = Schema("signs", own, derived)
+    kind = register(Kind(f"signs of {columns[1]}", schema, "gradient", measure=measure))
     model = nn.Linear(3, 2, bias=False)
     whole = DistributedDataParallel(model)
     with gm.Monitor(whole, kinds=[kind], run_dir=run_dir, rules=()) as monitor:
@@ -96,11 +90,7 @@ def signs(rank, run_dir, columns):
 
 
 def refused_signs(rank, run_dir):
-    try:
-        signs(rank, run_dir, ("numel", f"n_{rank}"))
-    except gm.RankError as error:
-        return str(error)
-    return None
+    return error_of(lambda: signs(rank, run_dir, ("numel", f"n_{rank}")))
 
 
 def test_a_kind_of_ones_own_is_merged(two_ranks, tmp_path):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,10 @@ from gradiometer.monitor.monitor import Monitor
 from gradiometer.recorder import KINDS, Catalog
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.rules.first_nonfinite import (
-    FirstNonfinite,
-    amount,
-    first_nonfinite,
-    first_nonfinite_text,
-)
+from gradiometer.rules.first_nonfinite import FirstNonfinite, amount, first_nonfinite, first_nonfinite_text
 from gradiometer.sinks import Console, JSONLines
 from support.recording import record_of
+from support.watching import handled
 
 CATALOG = Catalog.of(
     ("emb.w", "blocks.3.mlp.w1", "head.w"),
@@ -130,18 +127,14 @@ def test_it_is_named_with_its_counts():
 
 
 def test_of_gradients_the_last_and_of_weights_the_first_is_where_it_began():
-    backwards = record(
-        3, [("grads", 0, "n_nan", 40), ("grads", 1, "n_neginf", 1), ("grads", 1, "n_posinf", 2)]
-    )
-    assert (
-        first_nonfinite_text(backwards) == "step 3, blocks.3.mlp.w1.grad, 3 Inf of 4.2 M (and 1 of 2 others)"
-    )
+    bad = [("grads", 0, "n_nan", 40), ("grads", 1, "n_neginf", 1), ("grads", 1, "n_posinf", 2)]
+    backwards, text = record(3, bad), "step 3, blocks.3.mlp.w1.grad, 3 Inf of 4.2 M (and 1 of 2 others)"
+    assert first_nonfinite_text(backwards) == text
     assert backwards.value("n_nonfinite").tolist() == [40, 3, 0]
     bad = [(kind, place, "n_nan", 2) for kind in CATALOG.kinds for place in range(3)]
     assert first_nonfinite_text(record(3, bad)) == "step 3, emb.w, 2 NaN of 40 (and all 2 others)"
-    assert first_nonfinite_text(record(3, [*bad[:3], ("grads", 2, "n_posinf", 1)])) == (
-        "step 3, head.w.grad, 2 NaN and 1 Inf of 3 (and all 2 others)"
-    )
+    text = "step 3, head.w.grad, 2 NaN and 1 Inf of 3 (and all 2 others)"
+    assert first_nonfinite_text(record(3, [*bad[:3], ("grads", 2, "n_posinf", 1)])) == text
 
 
 def test_it_is_where_a_nan_arises_in_a_real_backward():
@@ -180,9 +173,8 @@ def test_the_first_step_of_the_fault_that_lasts():
     for i in range(200):
         box.see(record(i, bad if i == 3 or i >= 100 else ()))
         if i == 50:
-            assert box.fault("exit", "", 51, ()).first_nonfinite == (
-                "step 3, head.w.grad, 1 NaN of 3; finite again in step 4"
-            )
+            text = "step 3, head.w.grad, 1 NaN of 3; finite again in step 4"
+            assert box.fault("exit", "", 51, ()).first_nonfinite == text
     fault = box.fault("exception", "x", 200, ())
     assert fault.first_nonfinite == "step 100, head.w.grad, 1 NaN of 3"
     # the steps before it are kept, however long ago they were
@@ -264,10 +256,13 @@ def test_an_error_before_the_first_step_is_told():
     assert sink.faults[0].step == 0
 
 
-def test_a_good_end_is_no_fault():
+@pytest.mark.parametrize("code", ["no exit", 0, None])
+def test_a_good_end_is_no_fault(code):
     model, sink, monitor = made()
-    with monitor:
+    with suppress(SystemExit), monitor:
         steps(monitor, model, 2)
+        if code != "no exit":
+            sys.exit(code)
     assert sink.faults == []
     assert sink.calls[-1] == "close"
 
@@ -298,23 +293,21 @@ def test_an_error_while_the_end_is_told_does_not_hide_the_first():
 
 
 def test_ctrl_c_at_the_end_can_be_followed_by_another_try():
+    model, sink, monitor = made()
+    steps(monitor, model, 2)
+    assert monitor.flush(20)
+    sink.slow = 1.0
+    steps(monitor, model, 1)
+    interrupt = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     # a shell that starts pytest in the background ignores SIGINT
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        model, sink, monitor = made()
-        steps(monitor, model, 2)
-        assert monitor.flush(20)
-        sink.slow = 1.0
-        steps(monitor, model, 1)
-        threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    with handled(signal.SIGINT, signal.default_int_handler):
+        interrupt.start()
         with pytest.raises(KeyboardInterrupt):
             monitor.close()
-        assert sink.calls[-1] != "close"
-        monitor.close()
-        assert sink.calls[-1] == "close"
-        assert sink.steps == [0, 1, 2]
-    finally:
-        signal.signal(signal.SIGINT, before)
+    assert sink.calls[-1] != "close"
+    monitor.close()
+    assert sink.calls[-1] == "close"
+    assert sink.steps == [0, 1, 2]
 
 
 # SIGTERM and SIGHUP

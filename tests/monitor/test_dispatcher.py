@@ -18,6 +18,7 @@ from gradiometer.monitor.failures import Failures
 from gradiometer.recorder import Catalog, RunInfo
 from gradiometer.rules.finding import Finding, Severity
 from support.recording import record_of
+from support.watching import handled
 
 CATALOG = Catalog.of(("w",), ((2,),), ("float32",))
 INFO = RunInfo(CATALOG, DEFAULT_THRESHOLDS, 1, 8, "Made", 0.0, 0, {}, "cpu")
@@ -89,9 +90,22 @@ class Others(Odd):
     """A rule with a different finding in every step."""
 
     def check(self, record):
-        yield Finding(
-            f"own {record.step}", Severity.INFO, record.step, record.step, None, None, 1.0, 0.0, "", ""
-        )
+        step = record.step
+        self.seen.append(step)
+        yield Finding(f"own {step}", Severity.INFO, step, step, None, None, 1.0, 0.0, "", "")
+
+
+class Slow(Others):
+    """A rule that waits until it may go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def check(self, record):
+        self.entered.set()
+        assert self.go.wait(60)
+        yield from super().check(record)
 
 
 class Broken(Odd):
@@ -152,22 +166,26 @@ def put_each(dispatcher, good, steps):
         until(lambda: good.steps[-1:] == [step])  # noqa: B023 called at once
 
 
-def test_a_slow_sink_holds_up_nobody_and_loses_its_own_oldest_steps(caplog, failures):
+def blocked(**options):
+    """Return a sink that hangs in its first step, one that does not, and their dispatcher."""
     slow, good = Log(), Record()
     slow.go.clear()
-    dispatcher = make(slow, good, limit=10, failures=failures)
+    dispatcher = make(slow, good, **options)
     put_each(dispatcher, good, [0])
     assert slow.entered.wait(60)
+    return slow, good, dispatcher
+
+
+TOO_SLOW = "{} cannot keep up: more than 10 steps are waiting, so the oldest are dropped"
+
+
+def test_a_slow_sink_holds_up_nobody_and_loses_its_own_oldest_steps(caplog, failures):
+    slow, good, dispatcher = blocked(limit=10, failures=failures)
     put_each(dispatcher, good, range(1, 40))
     assert good.steps == list(range(40))
     assert dispatcher.dropped == 29
     assert failures.counts == {"queue of sink Log": 29}
-    assert (
-        caplog.text.count(
-            "sink Log cannot keep up: more than 10 steps are waiting, so the oldest are dropped"
-        )
-        == 1
-    )
+    assert caplog.text.count(TOO_SLOW.format("sink Log")) == 1
     assert not dispatcher.wait(0.01)
     slow.go.set()
     assert dispatcher.wait(60)
@@ -176,10 +194,8 @@ def test_a_slow_sink_holds_up_nobody_and_loses_its_own_oldest_steps(caplog, fail
 
 
 def test_of_a_slow_sink_all_that_waits_is_written_at_the_end():
-    slow, good = Log(), Record()
-    slow.go.clear()
-    dispatcher = make(slow, good, limit=4)
-    put_each(dispatcher, good, range(40))
+    slow, good, dispatcher = blocked(limit=4)
+    put_each(dispatcher, good, range(1, 40))
     threading.Timer(0.1, slow.go.set).start()
     assert dispatcher.stop(60)
     assert good.steps == list(range(40))
@@ -189,50 +205,32 @@ def test_of_a_slow_sink_all_that_waits_is_written_at_the_end():
 
 
 def test_a_slow_rule_holds_up_nobody_and_the_oldest_steps_go(caplog, failures):
-    entered, go = threading.Event(), threading.Event()
-
-    class Slow(Odd):
-        def check(self, record):
-            entered.set()
-            assert go.wait(60)
-            return super().check(record)
-
     rule = Slow()
     dispatcher = make(rules=[rule], limit=10, failures=failures)
     dispatcher.put([record(0)])
-    assert entered.wait(60)
+    assert rule.entered.wait(60)
     for step in range(1, 40):
         dispatcher.put([record(step)])
     assert dispatcher.dropped == 29
     assert not dispatcher.wait(0.01)
-    go.set()
+    rule.go.set()
     assert dispatcher.stop(60)
     assert rule.seen == [0, *range(30, 40)]
-    assert (
-        "the rules cannot keep up: more than 10 steps are waiting, so the oldest are dropped" in caplog.text
-    )
+    assert TOO_SLOW.format("the rules") in caplog.text
     assert failures.counts == {"queue of the rules": 29}
 
 
 def test_a_sink_that_asks_for_steps_before_the_rules_gets_their_findings_later():
-    entered, go = threading.Event(), threading.Event()
-
-    class Slow(Others):
-        def check(self, record):
-            entered.set()
-            assert go.wait(60)
-            yield from super().check(record)
-
-    early, late = Log(), Log()
+    early, late, rule = Log(), Log(), Slow()
     early.before_rules = True
-    dispatcher = make(early, late, rules=[Slow()])
+    dispatcher = make(early, late, rules=[rule])
     dispatcher.put([record(step) for step in range(10)])
-    assert entered.wait(60)
+    assert rule.entered.wait(60)
     dispatcher.put([record(step) for step in range(10, 30)])
     dispatcher.put_fault(fault)
     until(lambda: len(early.steps) == 30)
     assert (early.findings, late.steps) == ([], [])
-    go.set()
+    rule.go.set()
     assert dispatcher.stop(60)
     assert early.steps == late.steps == list(range(30))
     assert [found.first_step for found in early.findings] == list(range(30))
@@ -242,11 +240,7 @@ def test_a_sink_that_asks_for_steps_before_the_rules_gets_their_findings_later()
 
 
 def test_what_waits_for_a_sink_is_not_taken_for_written_when_later_steps_push_others_out():
-    slow, good = Log(), Record()
-    slow.go.clear()
-    dispatcher = make(slow, good, limit=2)
-    put_each(dispatcher, good, [0])
-    assert slow.entered.wait(60)
+    slow, good, dispatcher = blocked(limit=2)
     answers = []
     waiting = threading.Thread(target=lambda: answers.append(dispatcher.wait(0.3)))
     waiting.start()
@@ -286,23 +280,15 @@ def test_a_sink_that_hangs_for_ever_costs_the_others_nothing(where):
 
 
 def test_an_interrupted_stop_can_be_called_again():
-    slow, good = Log(), Record()
-    slow.go.clear()
-    dispatcher = make(slow, good)
-    dispatcher.put([record(0)])
-    assert slow.entered.wait(60)
+    slow, good, dispatcher = blocked()
     interrupt = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
 
     def stop():
         interrupt.start()
         dispatcher.stop(60)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            stop()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with handled(signal.SIGINT, signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        stop()
     assert not dispatcher.stop(0.01)
     slow.go.set()
     assert dispatcher.stop(60)
@@ -310,11 +296,7 @@ def test_an_interrupted_stop_can_be_called_again():
 
 
 def test_findings_and_faults_outlive_the_steps_that_are_dropped():
-    slow, good = Log(), Record()
-    slow.go.clear()
-    dispatcher = make(slow, good, rules=[Odd(), Others()], limit=2)
-    put_each(dispatcher, good, [0])
-    assert slow.entered.wait(60)
+    slow, good, dispatcher = blocked(rules=[Odd(), Others()], limit=2)
     put_each(dispatcher, good, range(1, 10))
     dispatcher.put_fault(lambda: fault(message="first"))
     until(lambda: good.faults)
@@ -405,16 +387,6 @@ def test_a_fault_comes_after_all_steps_before_it():
     assert log.faults[0].last[-1].step == 299
 
 
-def test_a_sink_that_never_returns_is_left_behind():
-    log = Log()
-    log.go.clear()
-    dispatcher = make(log)
-    dispatcher.put([record(0)])
-    assert not dispatcher.stop(0.05)
-    log.go.set()
-    assert dispatcher.stop(60)
-
-
 def test_a_sink_may_ask_to_wait_without_waiting_for_itself():
     answers = []
 
@@ -454,30 +426,11 @@ def test_failures_are_logged_once_of_a_kind(caplog):
         failures.add("record", ValueError("no"))
     failures.add("sink", "gone", times=4)
     assert failures.counts == {"record": 3, "sink": 4}
-    assert [r.message for r in caplog.records] == [
-        "record: ValueError: no (logged once, later ones only counted; training continues)",
-        "sink: gone (logged once, later ones only counted; training continues)",
-    ]
+    once = "(logged once, later ones only counted; training continues)"
+    assert [r.message for r in caplog.records] == [f"record: ValueError: no {once}", f"sink: gone {once}"]
 
 
-def test_a_step_that_hangs_does_not_hold_up_what_a_sink_writes_by_the_clock(monkeypatch):
-    monkeypatch.setattr("gradiometer.monitor.sink_thread._TICK", 0.01)
-    ticks = []
-
-    class Clock(Log):
-        def tick(self):
-            ticks.append(len(self.steps))
-
-    dispatcher = Dispatcher([], [Log(), Clock()], 10, BlackBox(), Failures())
-    dispatcher.start(INFO)
-    deadline = time.monotonic() + 60
-    while len(ticks) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert dispatcher.stop(60)
-    assert ticks[:3] == [0, 0, 0]
-
-
-def test_a_sink_that_hangs_does_not_hold_up_the_clock_of_another(monkeypatch):
+def test_no_step_and_no_sink_that_hangs_hold_up_what_another_sink_writes_by_the_clock(monkeypatch):
     monkeypatch.setattr("gradiometer.monitor.sink_thread._TICK", 0.01)
     slow, ticks = Log(), []
 
@@ -487,6 +440,8 @@ def test_a_sink_that_hangs_does_not_hold_up_the_clock_of_another(monkeypatch):
 
     slow.go.clear()
     dispatcher = make(slow, Clock())
+    until(lambda: len(ticks) > 2)
+    assert ticks[:3] == [0, 0, 0]
     dispatcher.put([record(0)])
     assert slow.entered.wait(60)
     until(lambda: 1 in ticks)

@@ -18,26 +18,16 @@ from torch import nn
 import gradiometer as gm
 from gradiometer.columns import Cursor
 from gradiometer.monitor import pipeline
+from support.watching import handled
 
 SOURCE = str(Path(gm.__file__).parent)
-# what runs in a step
-FILES = tuple(
-    f"{SOURCE}/{name}.py"
-    for name in (
-        "monitor/monitor",
-        "monitor/current_step",
-        "monitor/pipeline",
-        "monitor/ring_reader",
-        "monitor/monitored_run",
-        "monitor/failures",
-        "monitor/dispatcher",
-        "recorder/recorder",
-        "recorder/updates",
-        "recorder/exponent_stores",
-        "recorder/settings",
-        "integrations/loop",
-    )
+# what runs in a step; the first four in the first one
+NAMES = (
+    "monitor/monitor monitor/current_step monitor/pipeline monitor/ring_reader monitor/monitored_run "
+    "monitor/failures monitor/dispatcher recorder/recorder recorder/updates recorder/exponent_stores "
+    "recorder/settings integrations/loop"
 )
+FILES = tuple(f"{SOURCE}/{name}.py" for name in NAMES.split())
 
 
 class Interrupt(BaseException):
@@ -346,15 +336,7 @@ def test_a_copied_cursor_that_differs_refuses_its_slots():
         run.end(run.step(scale))
     run.monitor.close()
     run.check()
-    assert [(x.step, x.recorded) for x in run.records] == [
-        (0, True),
-        (1, True),
-        (2, True),
-        (3, False),
-        (4, True),
-        (5, True),
-        (6, True),
-    ]
+    assert [(x.step, x.recorded) for x in run.records] == [(i, i != 3) for i in range(7)]
     assert run.monitor.failures["step"] == 1
     assert run.monitor.dropped == 1
 
@@ -393,9 +375,8 @@ HANDLERS = {
 @pytest.mark.parametrize("watch", [False, True])
 def test_exceptions_of_signal_handlers_propagate(kind, watch):
     run = Run(watch, updates=True)
-    before = signal.signal(signal.SIGUSR1, HANDLERS[kind])
     raised = 0
-    try:
+    with handled(signal.SIGUSR1, HANDLERS[kind]):
         for line in range(0, 2000, 3):
             loss = run.step(line + 1)
             with suppress(ExpiredError), Deliver(line) as at:
@@ -406,8 +387,6 @@ def test_exceptions_of_signal_handlers_propagate(kind, watch):
             raised += at.done
             if not at.done:
                 break
-    finally:
-        signal.signal(signal.SIGUSR1, before)
     run.monitor.close()
     run.check()
     assert raised > 20
@@ -425,12 +404,9 @@ class Deliver(At):
 def test_other_exceptions_are_failures():
     model = nn.Linear(1, 1)
     monitor = gm.Monitor(model, rules=())
-    before = signal.signal(signal.SIGUSR1, _function)
-    try:
+    with handled(signal.SIGUSR1, _function):
         monitor.record("not stats")
         monitor.advance(loss=object())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
     assert monitor.failures == {"record": 1, "scalar 'loss'": 1}
     monitor.close()
 
@@ -440,16 +416,13 @@ def test_a_handler_that_replaces_itself_propagates_too():
         signal.signal(number, signal.SIG_DFL)
         raise ExpiredError
 
-    before = signal.signal(signal.SIGUSR1, once)
-    try:
+    with handled(signal.SIGUSR1, once):
         run = Run(watch=False)
         run.step(1)
         with pytest.raises(ExpiredError), Deliver(5) as at:
             run.monitor.record()
-        assert at.done
-        assert run.monitor.failures == {}
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    assert at.done
+    assert run.monitor.failures == {}
     run.monitor.close()
 
 

@@ -190,9 +190,8 @@ def test_a_random_state_that_no_generator_takes_changes_nothing(tmp_path, state)
     torch.rand(1)
     random.seed(5)
     before = repr((model.state_dict(), torch.get_rng_state().tolist(), random.getstate()))
-    with pytest.raises(
-        ValueError, match=rf"restore: the state of the random numbers of '{next(iter(state))}'"
-    ):
+    said = rf"restore: the state of the random numbers of '{next(iter(state))}'"
+    with pytest.raises(ValueError, match=said):
         kept.restore(model)
     assert repr((model.state_dict(), torch.get_rng_state().tolist(), random.getstate())) == before
 
@@ -433,10 +432,8 @@ def test_with_redact_no_file_has_batches_weights_or_random_numbers(tmp_path, cap
     loop = Loop(bad=1)
     with torch.no_grad():
         loop.model[0].weight[0, 0] = secret
-    with (
-        suppress(RuntimeError),
-        gm.Monitor(loop.model, run_dir=tmp_path, rules=(), redact=True, ranks=False) as monitor,
-    ):
+    options = {"run_dir": tmp_path, "rules": (), "redact": True, "ranks": False}
+    with suppress(RuntimeError), gm.Monitor(loop.model, **options) as monitor:
         for i in range(3):
             monitor.keep(torch.full((8, 4), secret))
             loop.step(BATCHES[i])
@@ -485,9 +482,8 @@ HOSTILE = {
 def test_a_hostile_step_is_refused_in_one_line(tmp_path, entry):
     path = tmp_path / "blackbox.pt"
     write_kept_steps(path, None, entry, None, None)
-    with pytest.raises(
-        gm.RunError, match=rf"^{re.escape(str(path))} cannot be read \(.*\): it was not "
-    ) as caught:
+    said = rf"^{re.escape(str(path))} cannot be read \(.*\): it was not "
+    with pytest.raises(gm.RunError, match=said) as caught:
         gm.load_kept_step(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -147,11 +147,15 @@ def test_a_compiled_step_that_reads_skip_step_goes_on_after_close():
     assert monitor.failures == {}
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])  # noqa: S301
-def test_a_copy_of_a_watched_scaler_has_its_own_step(copied):
+def scaled():
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    return model, optimizer, torch.amp.GradScaler("cpu", init_scale=2.0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])  # noqa: S301
+def test_a_copy_of_a_watched_scaler_has_its_own_step(copied):
+    model, optimizer, scaler = scaled()
     with gm.watch(model, optimizer, scaler=scaler, rules=()) as monitor:
         other = copied(scaler)
         assert other.step.__self__ is other
@@ -179,9 +183,7 @@ def test_monitors_of_one_scaler_may_close_in_any_order():
 
 
 def test_close_restores_the_step_of_a_scaler():
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    model, optimizer, scaler = scaled()
     for _ in range(3):
         with gm.watch(model, optimizer, scaler=scaler, rules=()) as monitor:
             scaler.scale(model(torch.ones(2, 256)).sum()).backward()
@@ -198,9 +200,7 @@ def test_close_restores_the_step_of_a_scaler():
 
 
 def _watched():
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    model, optimizer, scaler = scaled()
     monitor = gm.watch(model, optimizer, scaler=scaler, **OPTIONS)
     train(model, optimizer)
     return model, optimizer, scaler, monitor

@@ -20,31 +20,29 @@ from gradiometer.monitor.merge_window import MergeWindow
 from gradiometer.recorder import KINDS, Kind, StepRecord, Table
 from support.rank_threads import Agreed, catalog_of
 
-# of a user's own: no module of the package knows it
+
+def schema_of(name, column, *derived, **options):
+    """Return a schema of a user's own, which no module of the package knows."""
+    numel, largest = Column("numel", "sum", "1", "elements"), Column("largest", "max", "|s|", "the largest")
+    return Schema(name, (numel, column, largest), derived, **options)
+
+
 SIGNS = Kind(
     "signs",
-    Schema(
+    schema_of(
         "signs",
-        (
-            Column("numel", "sum", "1", "elements"),
-            Column("n_negative", "sum", "1", "negative elements"),
-            Column("largest", "max", "|s|", "largest magnitude"),
-        ),
-        (Derived("negative_fraction", lambda row: row("n_negative") / row("numel"), "of all"),),
+        Column("n_negative", "sum", "1", "negative elements"),
+        Derived("negative_fraction", lambda row: row("n_negative") / row("numel"), "of all"),
     ),
     "sign",
 )
 # a sparse one of taps, with a maximum
 RARE = Kind(
     "rare",
-    Schema(
+    schema_of(
         "rare",
-        (
-            Column("numel", "sum", "1", "elements"),
-            Column("n_nan", "sum", "1", "NaN elements"),
-            Column("largest", "max", "|s|", "largest magnitude"),
-        ),
-        (Derived("n_nonfinite", lambda row: row("n_nan"), "NaN elements"),),
+        Column("n_nan", "sum", "1", "NaN elements"),
+        Derived("n_nonfinite", lambda row: row("n_nan"), "NaN elements"),
         dtype=torch.int64,
         storage="sparse",
     ),
@@ -127,18 +125,16 @@ def test_the_tables_of_a_recorder_stay_the_same_in_one_process():
     (step,) = recorder.read()
     step = replace(step, tables={**step.tables, **recorder.read_exponents(0)})
     assert list(step.tables) == list(recorder.catalog.kinds)
-    window = MergeWindow(
-        gm.Ranks(model), recorder.catalog, recorder.thresholds, fingerprint=True, precision=1
-    )
+    given = gm.Ranks(model), recorder.catalog, recorder.thresholds
+    window = MergeWindow(*given, fingerprint=True, precision=1)
     assert window.catalog == recorder.catalog
     (merged,) = merge([window], [[step]], [True])
     assert list(merged.tables) == list(step.tables)
     for name, table in step.tables.items():
         assert torch.equal(merged.columns(name), table.values)
         assert torch.equal(merged.flags(name), table.flags)
-        assert merged.fingerprints(name) is table.fingerprints or torch.equal(
-            merged.fingerprints(name), table.fingerprints
-        )
+        found = merged.fingerprints(name)
+        assert found is table.fingerprints or torch.equal(found, table.fingerprints)
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.name)
@@ -178,11 +174,8 @@ def test_each_table_counts_the_ranks_that_measured_it():
     steps = []
     for rank in range(2):
         names = ["grads", "signs"] if rank else ["grads", "weights", "activations"]
-        tables = [
-            Table(kind, catalog.rows(name), columns_of(kind))
-            for name, kind in catalog.kinds.items()
-            if name in names
-        ]
+        kinds = {name: kind for name, kind in catalog.kinds.items() if name in names}
+        tables = [Table(kind, catalog.rows(name), columns_of(kind)) for name, kind in kinds.items()]
         steps.append([record_of(catalog, 4, tables)])
     (record,) = merge(windows, steps, [True])
     assert record.recorded
@@ -305,10 +298,8 @@ def test_the_numbers_of_steps_must_be_the_same():
     catalog, included = windows[0].catalog, [False, False]
 
     def numbers(first, second):
-        packed = [
-            window.pack([record_of(catalog, number) for number in own], included)
-            for window, own in zip(windows, (first, second), strict=True)
-        ]
+        records = [[record_of(catalog, number) for number in own] for own in (first, second)]
+        packed = [window.pack(own, included) for window, own in zip(windows, records, strict=True)]
         sums, tops = all_reduce(*zip(*packed, strict=True))
         return windows[0].numbers_of(sums, tops, included)
 

@@ -135,10 +135,8 @@ def test_the_learning_rates_are_those_of_the_update_and_not_of_the_next():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
     reader = reader_of(model)
-    assert (reader.read(None, afresh=True).driver, reader.read(None, afresh=True).optimizers) == (
-        "loop",
-        None,
-    )
+    state = reader.read(None, afresh=True)
+    assert (state.driver, state.optimizers) == ("loop", None)
     reader.set_driver(Driver("watch", (optimizer,)))
     reader.note()
     optimizer.param_groups[0]["lr"] = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -12,30 +13,18 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer.rules.finding import Finding, Severity, checked
+from support.watching import Stateless
 
 pytest.importorskip("pyarrow")
 
-GOOD = {
-    "rule": "odd",
-    "severity": Severity.INFO,
-    "first_step": 2,
-    "last_step": 2,
-    "kind": "grads",
-    "tensor": "a tensor",
-    "value": 1.5,
-    "threshold": 1.0,
-    "message": "a message",
-    "advice": "advice",
-    "count": 1,
-    "worst_step": None,
-}
+GOOD = Finding("odd", Severity.INFO, 2, 2, "grads", "a tensor", 1.5, 1.0, "a message", "advice")
 
 
 def good(**fields):
-    return Finding(**GOOD | fields)
+    return replace(GOOD, **fields)
 
 
-class Odd:
+class Odd(Stateless):
     """A rule that reports three objects in every step: two good findings, and an odd object between them."""
 
     def __init__(self, name, odd):
@@ -44,12 +33,6 @@ class Odd:
     def check(self, record):
         at = {"rule": self.name, "first_step": record.step, "last_step": record.step}
         return [good(tensor="weight", **at), self.odd, good(tensor="bias", **at)]
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
 
 def watched(path, rules, steps=5):
@@ -160,9 +143,8 @@ def test_a_number_of_another_type_is_converted(case):
 
 
 def test_a_converted_finding_is_recorded(tmp_path):
-    monitor, run = watched(
-        tmp_path, [Odd(name, good(rule=name, **fields)) for name, (fields, _, _) in CONVERTED.items()]
-    )
+    rules = [Odd(name, good(rule=name, **fields)) for name, (fields, _, _) in CONVERTED.items()]
+    monitor, run = watched(tmp_path, rules)
     assert run.steps["step"].to_pylist() == list(range(5))
     assert repr(run.findings) == repr(monitor.findings)
     for name, (_, field, wanted) in CONVERTED.items():
@@ -185,10 +167,8 @@ def test_what_a_rule_found_before_it_failed_reaches_the_sinks(tmp_path):
 
 class Largest(Odd):
     def check(self, record):
-        most = 2**63 - 1
-        return [
-            good(rule="largest", first_step=record.step, last_step=record.step, count=most, worst_step=most)
-        ]
+        at = {"first_step": record.step, "last_step": record.step}
+        return [good(rule="largest", count=2**63 - 1, worst_step=2**63 - 1, **at)]
 
 
 def test_the_largest_integers_are_kept_and_counts_do_not_exceed_them(tmp_path):

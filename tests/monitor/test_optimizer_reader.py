@@ -74,113 +74,53 @@ def half():
     return nn.Linear(4, 4).bfloat16()
 
 
-def masters_in_groups(model):
-    return torch.optim.SGD([p.detach().float() for p in reversed(list(model.parameters()))], lr=0.1)
+def assert_state(optimizer, parameters, *, keeps, has_masters, has_others=False):
+    state = read([optimizer], parameters)
+    assert state.keeps_small_updates.tolist() == [keeps] * 2
+    assert state.has_masters.tolist() == [has_masters] * 2
+    assert state.has_others == has_others
 
 
-def masters_in_a_list(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.groups_of_masters = [[p.detach().float() for p in model.parameters()]]
-    return optimizer
+# attributes of an optimizer, and whether they hold master weights
+ATTRIBUTES = {
+    "groups_of_masters": (lambda parameters: [[p.detach().float() for p in parameters]], True),
+    "fp32_copies": (lambda parameters: {p: p.detach().double() for p in parameters}, True),
+    "inside": (lambda parameters: torch.optim.SGD([p.detach().float() for p in parameters], lr=0.1), True),
+    # of the same shapes and a wider dtype, but no copies
+    "moments": (lambda parameters: [torch.zeros_like(p, dtype=torch.float32) for p in parameters], False),
+    # equal at the start, as in Lookahead
+    "slow": (lambda parameters: [p.detach().float() for p in parameters], False),
+    "before": (lambda parameters: [p.detach().clone() for p in parameters], False),
+    "own": (list, False),
+}
 
 
-def masters_in_a_mapping(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.fp32_copies = {p: p.detach().double() for p in model.parameters()}
-    return optimizer
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_master_weights_in_an_attribute_keep_small_updates(name):
+    make, are_masters = ATTRIBUTES[name]
+    parameters = list(half().parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    setattr(optimizer, name, make(parameters))
+    assert_state(optimizer, parameters, keeps=are_masters, has_masters=are_masters)
 
 
-def masters_of_an_optimizer_inside(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.inside = torch.optim.SGD([p.detach().float() for p in model.parameters()], lr=0.1)
-    return optimizer
+@pytest.mark.parametrize(("key", "are_masters"), [("master_param", True), ("exp_avg", False)])
+def test_master_weights_in_the_state_keep_small_updates(key, are_masters):
+    parameters = list(half().parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for p in parameters:
+        optimizer.state[p][key] = p.detach().float()
+    assert_state(optimizer, parameters, keeps=are_masters, has_masters=are_masters)
 
 
-def masters_in_the_state(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for p in model.parameters():
-        optimizer.state[p]["master_param"] = p.detach().float()
-    return optimizer
-
-
-def stochastic_rounding(model):
-    return torch.optim.SGD([{"params": list(model.parameters()), "bf16_stochastic_round": True}], lr=0.1)
-
-
-def moments_in_a_list(model):
-    """Tensors of the same shapes and a wider dtype, which are not copies."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.moments = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
-    return optimizer
-
-
-def moments_in_the_state(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for p in model.parameters():
-        optimizer.state[p]["exp_avg"] = p.detach().float()
-    return optimizer
-
-
-def slow_weights(model):
-    """Copies that are equal at the start, as in Lookahead."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.slow = [p.detach().float() for p in model.parameters()]
-    return optimizer
-
-
-def other_tensors_of_the_same_shapes(model):
-    return torch.optim.SGD([torch.rand_like(p, dtype=torch.float32) for p in model.parameters()], lr=0.1)
-
-
-def copies_in_the_same_dtype(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.before = [p.detach().clone() for p in model.parameters()]
-    return optimizer
-
-
-def own_parameters_in_a_list(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.own = list(model.parameters())
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        masters_in_groups,
-        masters_in_a_list,
-        masters_in_a_mapping,
-        masters_of_an_optimizer_inside,
-        masters_in_the_state,
-        stochastic_rounding,
-    ],
-)
-def test_what_keeps_small_updates_is_recognized(make):
-    model = half()
-    optimizer = make(model)
-    state = read([optimizer], list(model.parameters()))
-    assert state.keeps_small_updates.all()
-    assert state.has_masters.tolist() == [make is not stochastic_rounding] * 2
-    assert state.has_others == (make is masters_in_groups)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        moments_in_a_list,
-        moments_in_the_state,
-        slow_weights,
-        other_tensors_of_the_same_shapes,
-        copies_in_the_same_dtype,
-        own_parameters_in_a_list,
-    ],
-)
-def test_what_keeps_no_small_updates_is_not_taken_for_it(make):
-    model = half()
-    optimizer = make(model)
-    state = read([optimizer], list(model.parameters()))
-    assert not (state.keeps_small_updates | state.has_masters).any()
-    assert state.has_others == (make is other_tensors_of_the_same_shapes)
+def test_what_the_groups_say_of_small_updates():
+    parameters = list(half().parameters())
+    masters = torch.optim.SGD([p.detach().float() for p in reversed(parameters)], lr=0.1)
+    assert_state(masters, parameters, keeps=True, has_masters=True, has_others=True)
+    rounded = torch.optim.SGD([{"params": parameters, "bf16_stochastic_round": True}], lr=0.1)
+    assert_state(rounded, parameters, keeps=True, has_masters=False)
+    others = torch.optim.SGD([torch.rand_like(p, dtype=torch.float32) for p in parameters], lr=0.1)
+    assert_state(others, parameters, keeps=False, has_masters=False, has_others=True)
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2, 3, 4])

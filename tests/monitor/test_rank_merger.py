@@ -99,9 +99,8 @@ def test_every_step_is_merged_once_and_in_order_whenever_it_comes(monkeypatch, s
         number = record.step
         assert record.recorded == (number % every == 0 or number in bad)
         expected = sum(number + rank for rank in range(size)) / size
-        assert record.scalars == {"loss": pytest.approx(expected), "same": 0.1 * number} | (
-            {"last": 1.0} if number % 2 else {}
-        )
+        last = {"last": 1.0} if number % 2 else {}
+        assert record.scalars == {"loss": pytest.approx(expected), "same": 0.1 * number} | last
         if number in bad:
             assert record.where("w") == f"rank {bad[number]}, dp {bad[number]} of {size}"
             assert record.where("b") is None
@@ -135,13 +134,7 @@ def test_a_rank_closes_after_its_steps_and_later_ones_of_others_have_no_tensors(
     # the rank that goes on is asked for its steps
     assert set(job.polls) == {0}
     first.put(job.steps(0, 3, 5))
-    assert [(record.step, record.recorded) for record in job.delivered] == [
-        (0, True),
-        (1, True),
-        (2, True),
-        (3, False),
-        (4, False),
-    ]
+    assert [(record.step, record.recorded) for record in job.delivered] == [(i, i < 3) for i in range(5)]
     assert first.wait(0)
     assert (first.lost, first.news, job.reports) == (2, None, [])
     assert first._failures.counts == {"ranks": 1}
@@ -272,16 +265,12 @@ def test_fast_loops_send_steps_at_once_and_slow_ones_first_ask():
     schedule.choose(0, [], is_closing=False)
     assert schedule.recorded == ()
     # the step came within the next one
-    assert not schedule.observe(1)
-    schedule.choose(1, [True], is_closing=False)
-    assert schedule.observe(1)
-    schedule.choose(0, [], is_closing=False)
-    assert schedule.recorded == ()
-    assert not schedule.observe(1)
-    schedule.choose(1, [True], is_closing=False)
-    assert schedule.observe(1)
-    schedule.choose(0, [], is_closing=False)
-    assert schedule.recorded == (True,)
+    for recorded in ((), (True,)):
+        assert not schedule.observe(1)
+        schedule.choose(1, [True], is_closing=False)
+        assert schedule.observe(1)
+        schedule.choose(0, [], is_closing=False)
+        assert schedule.recorded == recorded
     schedule.choose(0, [], is_closing=True)
     assert schedule.recorded == ()
 

@@ -67,9 +67,8 @@ def monitor():
     train(monitor, model, 30)
     assert monitor.flush(60)
     # also a finding in the state
-    monitor._pipeline.dispatcher.ledger.add(
-        [Finding("made", Severity.INFO, 1, 2, "grads", "0.weight", 1.0, 2.0, "", "")]
-    )
+    made = Finding("made", Severity.INFO, 1, 2, "grads", "0.weight", 1.0, 2.0, "", "")
+    monitor._pipeline.dispatcher.ledger.add([made])
     monitor.model = model
     yield monitor
     monitor.close()
@@ -118,10 +117,8 @@ NOT_STEPS = ["7", 1.5, -1, None, True, math.nan, 2**60, 10**400, torch.tensor(3)
 @pytest.mark.parametrize("value", NOT_STEPS, ids=lambda value: f"{value!r:.20}")
 @pytest.mark.parametrize("name", ["step", "every"])
 def test_a_step_or_cadence_that_is_refused(monitor, name, value):
-    for apply, given in (
-        (set_to(name), value),
-        (load, changed(monitor.state_dict(), name, to=value)),
-    ):
+    state = changed(monitor.state_dict(), name, to=value)
+    for apply, given in ((set_to(name), value), (load, state)):
         before = state_of(monitor)
         with pytest.raises(ValueError, match=rf"Monitor.*\({name}=.*\): {name} must be an integer, at least"):
             apply(monitor, given)
@@ -208,6 +205,12 @@ def cursor(place, value):
     return {"cursor": new}
 
 
+def recorder():
+    return Recorder(nn.Linear(2, 1))
+
+
+STEP = {"step": 3, "every": 2}
+BOUND = "skip_above must be a non-negative number"
 OTHERS = {
     "history without a mean": (History, load, {"count": HISTORY["count"]}, "count, mean and deviation"),
     "history of lists": (History, load, HISTORY | {"mean": [1.0]}, "float64 vectors of one length"),
@@ -224,47 +227,17 @@ OTHERS = {
         "the rule nonfinite does not accept .*NonFinite: first in the state does not fit",
     ),
     "skip_nonfinite": (
-        lambda: Recorder(nn.Linear(2, 1)),
+        recorder,
         configure,
-        {"step": 3, "every": 2, "skip_nonfinite": "no"},
+        STEP | {"skip_nonfinite": "no"},
         "skip_nonfinite='no'.: skip_nonfinite must be True or False",
     ),
-    "skip_above": (
-        lambda: Recorder(nn.Linear(2, 1)),
-        configure,
-        {"step": 3, "every": 2, "skip_above": math.nan},
-        "skip_above=nan.: skip_above must be a non-negative number",
-    ),
-    "a large skip_above": (
-        lambda: Recorder(nn.Linear(2, 1)),
-        configure,
-        {"step": 3, "skip_above": 10**400},
-        "skip_above must be a non-negative number",
-    ),
-    "a cursor with NaN": (
-        lambda: Recorder(nn.Linear(2, 1)),
-        load,
-        cursor(0, math.nan),
-        "cursor.step=nan.: step must be an integer",
-    ),
-    "a cursor with every = 0": (
-        lambda: Recorder(nn.Linear(2, 1)),
-        load,
-        cursor(2, 0),
-        "cursor.every=0.: every must be an integer, at least 1",
-    ),
-    "a cursor with a negative skip_above": (
-        lambda: Recorder(nn.Linear(2, 1)),
-        load,
-        cursor(4, -1),
-        "skip_above must be a non-negative number",
-    ),
-    "a cursor of another size": (
-        lambda: Recorder(nn.Linear(2, 1)),
-        load,
-        {"cursor": CURSOR[:5]},
-        "size mismatch for cursor",
-    ),
+    "skip_above": (recorder, configure, STEP | {"skip_above": math.nan}, f"skip_above=nan.: {BOUND}"),
+    "a large skip_above": (recorder, configure, STEP | {"skip_above": 10**400}, BOUND),
+    "a cursor with NaN": (recorder, load, cursor(0, math.nan), "cursor.step=nan.: step must be an integer"),
+    "every = 0": (recorder, load, cursor(2, 0), "cursor.every=0.: every must be an integer, at least 1"),
+    "a cursor with a negative skip_above": (recorder, load, cursor(4, -1), BOUND),
+    "a cursor of another size": (recorder, load, {"cursor": CURSOR[:5]}, "size mismatch for cursor"),
     "an average of another shape": (
         lambda: gm.EMA((3,)),
         load,

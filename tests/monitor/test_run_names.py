@@ -63,11 +63,6 @@ def test_the_folder_is_an_attribute_in_any_case(tmp_path):
     assert Monitor(nn.Linear(2, 1), run_dir=str(tmp_path / "run")).run_dir == tmp_path / "run"
 
 
-def test_other_values_are_refused():
-    with pytest.raises(TypeError, match="expected the path of a folder or True, got bool"):
-        Monitor(nn.Linear(2, 1), run_dir=False)
-
-
 # the names of sinks
 
 

@@ -13,9 +13,10 @@ from torch import nn
 import gradiometer as gm
 from gradiometer.rules import Finding, Severity
 from gradiometer.sinks import Console
+from support.watching import Stateless
 
 
-class Says:
+class Says(Stateless):
     """A rule that reports what it is given, by step."""
 
     name = "says"
@@ -25,12 +26,6 @@ class Says:
 
     def check(self, record):
         return self.findings.get(record.step, [])
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
 
 def sighting(step, text="too <b>large</b>\x1b[31m", *, rule="says", severity=Severity.WARNING, tensor=None):
@@ -56,10 +51,8 @@ def test_a_warning_is_one_line_when_it_begins_and_the_end_counts_all(caplog):
     run(found)
     begun, end = lines(caplog)
     assert begun == "step 2: too <b>large</b>\\x1b[31m; try less"
-    assert end == (
-        "the run ended: 6 steps, 0 of them with tensors; findings: 1 warning, 1 info; "
-        "dropped: 0; failures: none"
-    )
+    counts = "findings: 1 warning, 1 info; dropped: 0; failures: none"
+    assert end == f"the run ended: 6 steps, 0 of them with tensors; {counts}"
 
 
 def test_every_count_is_of_the_same_findings(caplog, tmp_path):

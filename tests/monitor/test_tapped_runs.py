@@ -161,9 +161,8 @@ def test_record_and_advance_may_be_in_the_graph(tapped, backend):
         with no_recompile() if i > 1 else contextlib.nullcontext():
             compiled(x)
     assert graphs() == 1
-    assert addresses == [
-        x.data_ptr() for x in (taps.values, taps.grads, taps.cursor, recorder.ring, recorder.cursor)
-    ]
+    after = [x.data_ptr() for x in (taps.values, taps.grads, taps.cursor, recorder.ring, recorder.cursor)]
+    assert addresses == after
     found = recorder.read()
     assert [record.step for record in found] == [0, 1, 2]
     assert int(taps.cursor[Cursor.STEP]) == 3
@@ -269,9 +268,8 @@ def test_sinks_the_page_and_the_command_line_show_activations(tmp_path, tapped):
     row = record.catalog.taps.index["blocks.0.act.out"]
     assert lookup(record, key) == record.value("zero_channel_fraction", "activations")[row]
     page = page_of(run).values
-    assert [(kind["name"], kind["rows"]) for kind in page["kinds"]] == [
-        *[("grads", "parameter"), ("activations", "tap"), ("activation_grads", "tap")],
-    ]
+    kinds = {"grads": "parameter", "activations": "tap", "activation_grads": "tap"}
+    assert [(kind["name"], kind["rows"]) for kind in page["kinds"]] == list(kinds.items())
     assert page["rows"]["tap"] == {"names": NAMES, "shapes": ["activation"] * len(NAMES)}
     assert page["summary"]["activations"]["largest"]["kurtosis"][row] > 0
     shown = show.look(run, 1, kind="activations").to_dict()["report"]

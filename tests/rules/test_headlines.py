@@ -27,9 +27,8 @@ def test_findings_of_one_rule_that_begin_together_are_one_headline():
     first, second = headlines([later, *found])
     assert first.findings == tuple(found)
     assert (first.first_step, first.last_step, first.severity) == (68, 200, Severity.WARNING)
-    assert first.message.startswith(
-        "5 tensors, blocks.0.weight, blocks.1.weight, blocks.2.weight and 2 more; "
-    )
+    which = "5 tensors, blocks.0.weight, blocks.1.weight, blocks.2.weight and 2 more; "
+    assert first.message.startswith(which)
     assert second.findings == (later,)
 
 
@@ -74,9 +73,8 @@ def test_an_info_explains_no_warning_and_comes_last():
 def test_findings_long_after_a_cause_and_those_of_custom_rules_stand_alone():
     spike, late = finding("loss_spike", 50), finding("dead", 151)
     assert [one.rule for one in headlines([spike, late])] == ["loss_spike", "dead"]
-    assert [one.rule for one in headlines([spike, finding("mine", 50), finding("mine", 51)])] == [
-        *("loss_spike", "mine", "mine")
-    ]
+    mine = [finding("mine", 50), finding("mine", 51)]
+    assert [one.rule for one in headlines([spike, *mine])] == ["loss_spike", "mine", "mine"]
 
 
 # cause, effect, and whether the cause explains it
@@ -141,10 +139,8 @@ def test_a_learning_rate_of_0_explains_that_nothing_changes_and_no_spike():
     first, second = headlines([zero, still, spike])
     assert (first.explained, second.findings) == ((still,), (spike,))
     jump = finding("learning_rate", 10, kind=None, value=1.0)
-    assert {one.rule: one.explained for one in headlines([jump, still, spike])} == {
-        "learning_rate": (spike,),
-        "stuck": (),
-    }
+    explained = {one.rule: one.explained for one in headlines([jump, still, spike])}
+    assert explained == {"learning_rate": (spike,), "stuck": ()}
 
 
 @pytest.mark.parametrize(
@@ -253,9 +249,7 @@ def test_a_rate_of_0_or_no_number_is_named_for_every_scalar_that_is_a_rate():
     found = rates([1e-3] * 60 + [0.0] * 12, "lr/encoder")
     assert {(one.first_step, one.tensor) for one in found} == {(60, "lr/encoder")}
     assert found[0].message.startswith("lr/encoder has fallen to 0 at step 60 (before, 0.001)")
-    assert [one.message for one in rates([math.nan, -1.0])] == [
-        "lr is nan, which is not a learning rate",
-        "lr is -1, which is not a learning rate",
-    ]
+    said = [f"lr is {value}, which is not a learning rate" for value in ("nan", "-1")]
+    assert [one.message for one in rates([math.nan, -1.0])] == said
     # other scalars
     assert rates([1.0] * 50 + [1000.0], "color") == []

@@ -229,9 +229,8 @@ def test_a_group_ratio_out_of_bounds_is_what_group_ratio_says():
 
 def test_a_group_ratio_leaves_out_a_step_that_is_not_finite():
     model = perceptron()
-    run = run_of(
-        model, [GroupRatio({"first": r"^1\.", "last": r"^7\."}, "last", "first", low=1e-9, high=1e9)]
-    )
+    groups = {"first": r"^1\.", "last": r"^7\."}
+    run = run_of(model, [GroupRatio(groups, "last", "first", low=1e-9, high=1e9)])
 
     def spoil(_):
         model[1].weight.grad[0, 0] = math.inf

@@ -755,9 +755,8 @@ def test_the_messages_fit_the_situation(loop, how, wanted, never):
             assert text in of_rule[0]
     assert [text for text in shown.values() if re.search(never, text)] == []
     problems = {headline.rule for headline in headlines(shown) if headline.severity > Severity.INFO}
-    assert problems == {rule for rule, (severity, *_) in wanted.items() if severity != "info"}, list(
-        shown.values()
-    )
+    expected = {rule for rule, (severity, *_) in wanted.items() if severity != "info"}
+    assert problems == expected, list(shown.values())
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,19 @@ def names_and_parameters(model):
     return list(model.named_parameters())
 
 
+def grads_of(model):
+    return {name: p.grad for name, p in names_and_parameters(model) if p.grad is not None}
+
+
+def held(tensor):
+    """Return the part that this rank holds, in the tensor's own memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 # name -> builder, numbers of ranks, and the collectives that add up partial gradients
 KINDS = {
     "plain": (plain, (2,), 0),

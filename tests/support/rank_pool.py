@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -117,6 +118,20 @@ def _serve(rank: int, size: int, store: str, timeout: float, pipe: Any) -> None:
         except BaseException:  # noqa: BLE001 the next test goes on
             answer = (True, traceback.format_exc())
         pipe.send(answer)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def join_over_tcp(rank: int, size: int, port: int) -> None:
+    """Create the process group with a store in rank 0, as torchrun does."""
+    import torch.distributed as dist
+
+    where, timeout = f"tcp://localhost:{port}", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=timeout)
 
 
 def pool_of(request: Any, size: int) -> RankPool:

@@ -1,4 +1,4 @@
-"""A sink and a rule that keep their input: shared by the tests of the integrations."""
+"""Sinks, rules and handlers of signals, shared by the tests of the monitor and of the integrations."""
 
 from __future__ import annotations
 
@@ -38,17 +38,24 @@ class Sink:
 
 
 @contextmanager
+def handled(number, handler):
+    """Install a handler of a signal."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextmanager
 def time_limit():
     """Install a signal handler that raises TimeoutError; yield a function that causes the signal."""
 
     def stop(*_):
         raise TimeoutError("the time is up")
 
-    before = signal.signal(signal.SIGINT, stop)
-    try:
+    with handled(signal.SIGINT, stop):
         yield lambda *_, **__: signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Counter:
@@ -69,3 +76,13 @@ class Counter:
 
     def load_state_dict(self, state):
         self.seen = state["seen"]
+
+
+class Stateless:
+    """A rule without a history."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass

@@ -141,10 +141,8 @@ def check_deterministic(step: Callable[..., Any], state: Any, *args: Any, **kwar
             for restore in undo:
                 restore()
         except Exception as error:
-            msg = (
-                f"{_WHAT}: the state cannot be restored after the first run: {error}; if that run created a "
-            )
-            raise RuntimeError(msg + "buffer or a parameter, run one step before the check") from error
+            msg = f"{_WHAT}: the state cannot be restored after the first run: {error}; if that run created "
+            raise RuntimeError(msg + "a buffer or a parameter, run one step before the check") from error
         for name in _differing(before, known.texts()):
             if name not in before:
                 msg = f"{_WHAT}: the first run created {name!r}, which cannot be undone; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +12,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gradiometer.control.located import Located, Operand, describe
 from gradiometer.control.operations import (
     Argument,
-    Source,
     is_backward,
     key_of,
+    line_of,
     next_number,
-    source_of,
     storage_of,
     tensors_in,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-class _ForwardOperation(NamedTuple):
-    """The operation that made a node of the autograd graph."""
-
-    name: str
-    source: Source | None
-    module: str | None
 
 
 class ModelContext:
@@ -51,7 +42,8 @@ class ModelContext:
         self._inputs: dict[int, tuple[StorageWeakRef, str]] = {}
         # names of the modules that run
         self._stack: list[str] = []
-        self._forward: dict[int, _ForwardOperation] = {}
+        # the operations that made the nodes of the autograd graph, by the nodes' numbers
+        self._forward: dict[int, Located] = {}
         for prefix, root in roots:
             for name, module in root.named_modules():
                 self.paths.setdefault(module, (prefix + name).removesuffix(".") if name else prefix[:-1])
@@ -112,31 +104,28 @@ class ModelContext:
     def record_node(self, name: str) -> None:
         """Note the operation of a new node of the graph: nodes are made, and numbered, before they run."""
         number = next_number() - 1
-        if number in self._forward or number < self.first_node:
-            return
-        where = self.locate(name)
-        source = None if where.file is None or where.line is None else Source(where.file, where.line)
-        self._forward[number] = _ForwardOperation(name, source, where.module)
+        if number not in self._forward and number >= self.first_node:
+            self._forward[number] = self.locate(name)
 
     def locate(self, name: str) -> Located:
         """Return the place of the current operation."""
-        source, is_inside, is_repeated = source_of(in_backward=is_backward())
+        line, is_inside, is_repeated = line_of(in_backward=is_backward())
         module = self._stack[-1] if self._stack else None
         if not is_backward() or is_repeated:
             is_forward = module is not None or torch.is_grad_enabled()
-            return Located(name, "forward" if is_forward else None, module, None, *(source or (None, None)))
+            return Located(name, "forward" if is_forward else None, module, None, *line)
         node = torch._C._current_autograd_node()  # noqa: SLF001
         if node is None:
             reason = "adding up the gradients of a tensor that is used several times"
-            return Located(name, "backward", None, reason, *(source or (None, None)))
-        forward = self._forward.get(node._sequence_nr())  # noqa: SLF001
-        forward_name = forward.name if forward else node.name().rpartition("Backward")[0] or node.name()
+            return Located(name, "backward", None, reason, *line)
+        # without an operation if that is not known
+        forward = self._forward.get(node._sequence_nr(), Located())  # noqa: SLF001
+        forward_name = forward.operation or node.name().rpartition("Backward")[0] or node.name()
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             forward_name = type(node).__name__.removesuffix("Backward")
         elif hasattr(node, "variable"):
             forward_name = f"adding up the gradients of {self.parameters.get(node.variable, 'a leaf')}"
         # a line inside of the backward is in a function of the user that it calls
-        if forward is not None and not (is_inside and source is not None):
-            source = forward.source
-        module = forward.module if forward else None
-        return Located(name, "backward", module, forward_name, *(source or (None, None)))
+        if forward.operation is not None and not is_inside:
+            line = forward.file, forward.line
+        return Located(name, "backward", forward.module, forward_name, *line)

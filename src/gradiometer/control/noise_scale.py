@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -154,11 +154,11 @@ class NoiseScale(Float64Module):
         if self.ranks is not None and self.ranks.size > 1:
             size = self.ranks.size
             total = all_reduce(total, "sum", self.ranks.group, self.ranks.timeout)
-        found = _estimate(total[1:], size, same_last=self._has_hook)
+        signal, noise, count, is_known = _estimate(total[1:], size, same_last=self._has_hook)
         # the mean of K gradients was accumulated, or their sum
-        unit = found.micro_batches.square() if self.reduction == "mean" else 1.0
-        estimates = torch.stack([found.signal, found.noise * self.batch_size]) * unit
-        is_known = found.is_known & (total[0] * size == total[1].square())
+        unit = count.square() if self.reduction == "mean" else 1.0
+        estimates = torch.stack([signal, noise * self.batch_size]) * unit
+        is_known = is_known & (total[0] * size == total[1].square())
         self.average(torch.where(is_known, estimates, torch.nan))
         self.sums.zero_()
         return self.value
@@ -302,20 +302,7 @@ class NoiseScale(Float64Module):
         self.sums.copy_(torch.stack([number + 1.0, last, square, slope, weight + share, buckets]))
 
 
-class _Estimate(NamedTuple):
-    """Estimates from one step, in units of the gradient of a micro-batch, each of the shape of the values.
-
-    ``signal``: of |G|². ``noise``: of tr(Σ) / b. ``micro_batches``: their number per rank. ``is_known``:
-    whether there is more than the last norm. Estimates that are still not determined are not finite.
-    """
-
-    signal: Tensor
-    noise: Tensor
-    micro_batches: Tensor
-    is_known: Tensor
-
-
-def _estimate(sums: Tensor, size: int, *, same_last: bool) -> _Estimate:
+def _estimate(sums: Tensor, size: int, *, same_last: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Estimate |G|² and tr(Σ) / b from the norms of one step, by weighted least squares.
 
     On each of R ranks, the first m squared norms qₖ are of running sums of its own gradients, and the last
@@ -329,6 +316,9 @@ def _estimate(sums: Tensor, size: int, *, same_last: bool) -> _Estimate:
 
     ``sums``: the first five rows, added up over the ranks. ``size``: R. ``same_last``: whether q is of the
     same micro-batches as qₘ, so that m = K; otherwise m = K - 1.
+
+    Returns |G|² and tr(Σ) / b, in units of the gradient of a micro-batch, not finite if they are not
+    determined; K; and whether m > 0.
     """
     number, previous, last, slope, weight = sums.unbind()
     own = number - size
@@ -339,7 +329,7 @@ def _estimate(sums: Tensor, size: int, *, same_last: bool) -> _Estimate:
     weight = weight + torch.where(known, c * c / a, 0.0)
     mean = size * last / every
     noise = (slope - mean) / (weight - 1.0)
-    return _Estimate((mean - noise) / every, noise, every / size, own >= size)
+    return (mean - noise) / every, noise, every / size, own >= size
 
 
 def _checked(groups: Any) -> list[tuple[str, GroupRule]]:

@@ -25,11 +25,8 @@ _OVERWRITE = frozenset(f"{prefix}{name}_" for name in _FILLS.split() for prefix 
 Range = tuple[float, float] | None
 
 
-class Source(NamedTuple):
-    """A line of the user's code."""
-
-    file: str
-    line: int
+# a file and a line of it; None and None if they are not known
+Line = tuple[str | None, int | None]
 
 
 class Argument(NamedTuple):
@@ -155,23 +152,23 @@ def _is_user_code(file: str) -> bool:
     return not file.startswith(_LIBRARY) or "site-packages" in file
 
 
-def source_of(*, in_backward: bool) -> tuple[Source | None, bool, bool]:
+def line_of(*, in_backward: bool) -> tuple[Line, bool, bool]:
     """Return the innermost line of the user's code.
 
     And for the backward: whether that line is called by it, and whether a checkpoint repeats a forward.
     """
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001
-    source = None
-    is_inside = is_repeated = False
+    line: Line = None, None
+    is_known = is_inside = is_repeated = False
     while frame is not None:
         file = frame.f_code.co_filename
         if in_backward and frame.f_code.co_name == "_engine_run_backward":
-            in_backward, is_inside = False, source is not None
+            in_backward, is_inside = False, is_known
         elif in_backward and file.endswith(_CHECKPOINT):
             is_repeated = True
-        elif source is None and _is_user_code(file):
-            source = Source(file, frame.f_lineno)
-        if source is not None and not in_backward:
+        elif not is_known and _is_user_code(file):
+            line, is_known = (file, frame.f_lineno), True
+        if is_known and not in_backward:
             break
         frame = frame.f_back
-    return source, is_inside, is_repeated
+    return line, is_inside, is_repeated

@@ -56,8 +56,7 @@ def given_ranks(reduce: Any, what: str) -> Ranks | None:
         raise TypeError(f"{what}: reduce must be True, False or gm.Ranks(model), got {type(reduce).__name__}")
     if reduce and torch.compiler.is_compiling():
         msg = f"{what}: reduce=True sets up communication between ranks, which a compiled function cannot "
-        msg += "do; create ranks = gm.Ranks(model) outside, and pass reduce=ranks"
-        raise RuntimeError(msg)
+        raise RuntimeError(msg + "do; create ranks = gm.Ranks(model) outside, and pass reduce=ranks")
     return None
 
 

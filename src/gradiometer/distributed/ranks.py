@@ -76,8 +76,7 @@ class Ranks(Agreement):
     ) -> None:
         if torch.compiler.is_compiling():
             msg = "gm.Ranks: it sets up communication between ranks, which a compiled function cannot do; "
-            msg += "create it outside, on all ranks"
-            raise RuntimeError(msg)
+            raise RuntimeError(msg + "create it outside, on all ranks")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < _LONGEST:
             msg = f"Ranks(timeout={timeout!r}): timeout must be a number of seconds, above 0 and below "
             raise ValueError(msg + f"{_LONGEST:g}")

@@ -88,11 +88,7 @@ class BlackBox:
             raise ValueError(msg)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`.
-
-        Raises:
-            ValueError: as `check_state`.
-        """
+        """Continue from a `state_dict`."""
         self.check_state(state)
         self._first, self._is_broken = state["first"], state["is_broken"]
         self._had_bad_loss = state["had_bad_loss"]

@@ -205,5 +205,4 @@ class CurrentStep:
             self._failures.add("advance", text)
         elif self.noted:
             text = "values were noted, but no step was recorded or ended: call optimizer.step() if gm.watch "
-            text += "records the steps, or record() and advance()"
-            self._failures.add("advance", text)
+            self._failures.add("advance", text + "records the steps, or record() and advance()")

@@ -124,10 +124,8 @@ class Dispatcher:
             part = "findings"
             findings = [checked(Finding.from_dict(values)) for values in state["findings"]]
         except Exception as error:
-            msg = (
-                f"the state's {part} do not fit ({describe(error)}); pass the result of Monitor.state_dict()"
-            )
-            raise ValueError(msg) from error
+            msg = f"the state's {part} do not fit ({describe(error)}); pass the result of "
+            raise ValueError(msg + "Monitor.state_dict()") from error
         with self._state:
             before: list[tuple[Rule, Any]] = []
             for name, rule in self._rules:

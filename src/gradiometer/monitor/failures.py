@@ -87,13 +87,7 @@ LOG = logging.getLogger("gradiometer")
 
 
 class Failures:
-    """Failures of the telemetry: each kind is logged once, as a warning, and counted.
-
-    >>> failures = Failures()
-    >>> failures.add("record", ValueError("no such name"))
-    >>> failures.counts
-    {'record': 1}
-    """
+    """Failures of the telemetry: each kind is logged once, as a warning, and counted."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}

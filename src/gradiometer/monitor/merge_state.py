@@ -157,13 +157,6 @@ class WindowSchedule:
         is_full_at: the number of waiting steps from which a window need not wait for more.
         recorded: for each step of the next window, whether it was recorded, so that its tensors are included.
             Without steps, ranks only exchange their status.
-
-    >>> schedule = WindowSchedule(most=2)
-    >>> schedule.observe(fewest=0)
-    False
-    >>> schedule.choose(3, [True, False, True], is_closing=False)
-    >>> schedule.recorded, schedule.observe(fewest=3)
-    ((True, False, True), True)
     """
 
     def __init__(self, most: int) -> None:

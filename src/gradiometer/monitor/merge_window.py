@@ -54,16 +54,6 @@ class MergeWindow:
         catalog: the catalog of merged steps, with the parameters of all ranks.
         scalars: the names that have an index in a window, the same on all ranks.
         most: the maximum number of recorded steps in a window.
-
-    >>> import torch, gradiometer as gm
-    >>> model = torch.nn.Linear(2, 1)
-    >>> recorder, ranks = gm.Recorder(model), gm.Ranks(model)  # of a job of one
-    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
-    >>> recorder.record()
-    >>> steps = recorder.read()
-    >>> window = MergeWindow(ranks, recorder.catalog, recorder.thresholds)
-    >>> window.unpack(*window.pack(steps, [True]), [True], steps)[0].total("norm")
-    5.0990195135927845
     """
 
     def __init__(

@@ -34,13 +34,6 @@ class ModelReader:
     """Reads a `ModelState` without waiting for the device.
 
     Unless the model is a module or a mapping of names to modules, only the parameters are looked at.
-
-    >>> import torch, gradiometer as gm
-    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)).eval()
-    >>> reader = ModelReader(model, gm.Recorder(model))
-    >>> state = reader.read(model(torch.ones(1, 2)).sum(), afresh=True)
-    >>> state.requires_grad, state.reached, state.evaluating
-    ((True, True), True, '1 Dropout')
     """
 
     def __init__(self, model: object, recorder: Recorder) -> None:
@@ -67,7 +60,8 @@ class ModelReader:
         """
         self._reads += 1
         afresh = afresh or self._reads % _OFTEN == 0
-        (modes, optimizers), self._noted = self._noted or self._now(self._training()), None
+        modes_now = [module.training for module in self._modules.values()]
+        (modes, optimizers), self._noted = self._noted or self._now(modes_now), None
         if afresh:
             # the groups of the next step
             self._optimizers.read(afresh=True)
@@ -98,9 +92,6 @@ class ModelReader:
 
     def _now(self, modes: list[bool]) -> tuple[list[bool], OptimizerState | None]:
         return modes, self._optimizers.read(afresh=False)
-
-    def _training(self) -> list[bool]:
-        return [module.training for module in self._modules.values()]
 
     def look_at(self, loss: object) -> None:
         """Find out whether the graph of a loss, the first that has one, leads to the parameters."""
@@ -237,8 +228,7 @@ class ParameterCheck:
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         verb = "was" if len(names) == 1 else "were"
         text = f"{some} {verb} {change} after the monitor was created, so the monitor is out of date: "
-        text += "create it after such changes"
-        self._failures.add("parameters", text)
+        self._failures.add("parameters", text + "create it after such changes")
 
 
 def modules_of(model: object) -> dict[str, nn.Module]:

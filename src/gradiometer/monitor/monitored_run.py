@@ -227,7 +227,7 @@ class MonitoredRun:
 
     def __enter__(self) -> Self:
         """Handle SIGTERM and SIGHUP from here on."""
-        subscribe(self._pipeline)
+        subscribe(self._pipeline.note_signal)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -27,15 +27,7 @@ _SHORT: Final = 2
 
 
 class OptimizerReader:
-    """Reads an `OptimizerState` without waiting for the device, and keeps no optimizer alive.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD([layer.weight], lr=0.1)
-    >>> OptimizerReader([optimizer], list(layer.parameters())).read(afresh=True)
-    OptimizerState(groups=(0, -1), rates=(0.1,), owners=(0,), rounded_well=(False, False), \
-copied=(False, False), has_others=False, writes_back=False)
-    """
+    """Reads an `OptimizerState` without waiting for the device, and keeps no optimizer alive."""
 
     def __init__(self, optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) -> None:
         known = list(optimizers)

@@ -178,13 +178,12 @@ class Pipeline:
                 self._has_reported_end = True
                 self._report_fault(*fault)
             if not self.dispatcher.stop(max(0.0, self._deadline - time.monotonic())):
-                self._failures.add(
-                    "close", f"a sink has not finished after {PATIENCE:g} s: its last steps may be missing"
-                )
+                text = f"a sink has not finished after {PATIENCE:g} s: its last steps may be missing"
+                self._failures.add("close", text)
             self._report_end()
         self.is_ended = True
         _open.pop(self, None)
-        unsubscribe(self)
+        unsubscribe(self.note_signal)
         # references to the model
         self.box.kept = None
         del self._describe
@@ -217,9 +216,8 @@ class Pipeline:
         merger.finish(text, left / 2)
         # keep a quarter for the sinks
         if not merger.join(left * 3 / 4):
-            self._failures.add(
-                "ranks", "another rank does not respond at the end: the last steps may be missing"
-            )
+            news = "another rank does not respond at the end: the last steps may be missing"
+            self._failures.add("ranks", news)
         if fault is not None and merger.news is not None and (text or fault[0]) not in merger.news:
             return fault[0], f"{fault[1]} (before that, {merger.news})".lstrip()
         return fault
@@ -309,7 +307,7 @@ class Pipeline:
     def _start(self) -> None:
         # from here on there are steps to lose
         _open[self] = None
-        subscribe(self)
+        subscribe(self.note_signal)
         try:
             self.dispatcher.start(self._describe(self.reader.step))
         except Exception as error:  # noqa: BLE001 training goes on

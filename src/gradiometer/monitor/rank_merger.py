@@ -127,8 +127,7 @@ class RankMerger:
             self._changed.notify_all()
         if lost:
             text = f"other ranks cannot keep up: more than {self._limit} steps are waiting, so the "
-            text += "tensors of the oldest are dropped"
-            self._failures.add("queue for other ranks", text, lost)
+            self._failures.add("queue for other ranks", text + "tensors of the oldest are dropped", lost)
 
     def wait(self, timeout: float) -> bool:
         """Wait until all steps so far have been merged; return whether they have."""

@@ -79,21 +79,6 @@ class RingReader:
         skips: whether updates are skipped where `Recorder.skip_step` is true.
         lost: steps whose tensors were given up, refused, or overwritten before they were read. It stays 0 if
             a read starts whenever `is_full` is true, and nothing else changes the ring or its cursor.
-
-    >>> import torch, gradiometer as gm
-    >>> from gradiometer.monitor.failures import Failures
-    >>> model, arrived = torch.nn.Linear(2, 1), []
-    >>> recorder = gm.Recorder(model, capacity=4)
-    >>> reader = RingReader(recorder, arrived.extend, Failures())
-    >>> model(torch.ones(1, 2)).sum().backward()
-    >>> for lr in (0.1, 0.2):
-    ...     recorder.record()
-    ...     recorder.advance()
-    ...     reader.take({"lr": lr})
-    >>> reader.start()
-    >>> reader.poll()
-    >>> [(record.step, record.scalars, record.total("numel")) for record in arrived]
-    [(0, {'lr': 0.1}, 3.0), (1, {'lr': 0.2}, 3.0)]
     """
 
     def __init__(
@@ -259,8 +244,7 @@ class RingReader:
             and "record" not in self._failures.counts
         ):
             text = f"none of the first {flight.advances} steps was recorded: call record() in every step, "
-            text += "after backward()"
-            self._failures.add("record", text)
+            self._failures.add("record", text + "after backward()")
         lost = max(0, count - capacity - first)
         new = range(max(first, count - capacity), count)
         if current != flight.step or (len(block) < capacity and count - origin > len(block)):

@@ -44,10 +44,8 @@ def choose_run_dir(run_dir: Any, rank: int | None, ranks: Ranks | None, group: A
         if run_dir is not True:
             return run_dir
         if rank is not None:
-            msg = (
-                "Monitor(run_dir=True, ranks=False): ranks that are not merged cannot agree on a name; pass "
-            )
-            raise ValueError(msg + "the path of a folder")
+            msg = "Monitor(run_dir=True, ranks=False): ranks that are not merged cannot agree on a name; "
+            raise ValueError(msg + "pass the path of a folder")
         return _create()
     path, problem = None, None
     if run_dir is True and ranks.rank == 0:
@@ -60,11 +58,8 @@ def choose_run_dir(run_dir: Any, rank: int | None, ranks: Ranks | None, group: A
     if run_dir is not True:
         return run_dir
     if path is None:
-        first = ranks.global_ranks[0]
-        msg = f"Monitor(run_dir=True) on rank {rank}: " + (
-            problem or f"rank {first} has another run_dir; pass True there too"
-        )
-        raise RunError(msg)
+        problem = problem or f"rank {ranks.global_ranks[0]} has another run_dir; pass True there too"
+        raise RunError(f"Monitor(run_dir=True) on rank {rank}: {problem}")
     return Path(path)
 
 

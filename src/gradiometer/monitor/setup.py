@@ -37,21 +37,16 @@ def check_options(given: Mapping[str, Any], folder: object) -> None:
     """Check the arguments of a monitor that no part of it checks itself.
 
     ``folder``: the folder of the run record, if there is one.
-
-    Raises:
-        ValueError: for a value out of range, or for settings that exclude one another.
     """
     queue, keeps = given["queue"], given["keep_weights"]
     if not isinstance(queue, int) or queue < 1:
-        msg = f"Monitor(queue={queue!r}): queue must be a positive integer"
-        raise ValueError(msg)
+        raise ValueError(f"Monitor(queue={queue!r}): queue must be a positive integer")
     if keeps and given["redact"]:
         msg = "Monitor(redact=True, keep_weights=True): a copy of the weights is not redacted; pass one"
         raise ValueError(msg)
     if keeps and (folder is None or not given["skip_nonfinite"]):
         needs = "run_dir" if folder is None else "skip_nonfinite=True"
-        msg = f"Monitor(keep_weights=True) needs {needs}: pass it, too"
-        raise ValueError(msg)
+        raise ValueError(f"Monitor(keep_weights=True) needs {needs}: pass it, too")
 
 
 def shared_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,11 +61,7 @@ def shared_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare_rules(rules: Iterable[Rule] | None) -> list[Rule]:
-    """Return the rules; the default rules for None.
-
-    Raises:
-        TypeError: for an object that is not a rule.
-    """
+    """Return the rules; the default rules for None."""
     if rules is None:
         from gradiometer.rules import default_rules  # noqa: PLC0415 only when needed
 
@@ -124,10 +115,8 @@ def prepare_sinks(
         if not isinstance(sink, Sink) and not callable(sink):
             methods = ("start", "write", "fault", "close")
             missing = ", ".join([name for name in methods if not hasattr(sink, name)])
-            msg = (
-                f"Monitor(sinks=...): got {sink!r}, which is neither a function of a step nor a sink: it has "
-            )
-            raise TypeError(f"{msg}no {missing}; pass sinks from gradiometer.sinks, or functions")
+            msg = f"Monitor(sinks=...): got {sink!r}, which is neither a function of a step nor a sink: it "
+            raise TypeError(f"{msg}has no {missing}; pass sinks from gradiometer.sinks, or functions")
         made.append(sink if isinstance(sink, Sink) else Function(sink))
     return made
 
@@ -164,8 +153,7 @@ def prepare_ranks(ranks: Ranks | bool, model: Any) -> Ranks | None:  # noqa: FBT
     try:
         return Ranks(list(zip(names, parameters, strict=True)), timeout=TIMEOUT)
     except RankError as error:
-        msg = f"Monitor: {error}. Create the Monitor on every rank, or pass ranks=False"
-        raise RankError(msg) from None
+        raise RankError(f"Monitor: {error}. Create the Monitor on every rank, or pass ranks=False") from None
 
 
 def rank_here(ranks: Ranks | None) -> int | None:
@@ -213,8 +201,7 @@ def together(ranks: Ranks | None, settings: Mapping[str, Any]) -> Iterator[Any]:
 def _compare(answers: Sequence[tuple[str | None, dict[str, Any]]], ranks: Sequence[int]) -> None:
     for rank, (problem, _) in zip(ranks, answers, strict=True):
         if problem is not None:
-            msg = f"Monitor: rank {rank} could not create its Monitor: {problem}"
-            raise RankError(msg)
+            raise RankError(f"Monitor: rank {rank} could not create its Monitor: {problem}")
     first = answers[0][1]
     for rank, (_, settings) in zip(ranks, answers, strict=True):
         for name, value in settings.items():
@@ -260,11 +247,7 @@ def class_names(model: Any) -> str:
 
 
 def check_state(state: Any) -> None:
-    """Check a state that `Monitor.load_state_dict` is given.
-
-    Raises:
-        TypeError, ValueError: if it cannot be a state of a monitor.
-    """
+    """Refuse what `Monitor.load_state_dict` is given if it cannot be a state of a monitor."""
     if not isinstance(state, Mapping):
         msg = f"Monitor.load_state_dict: got {type(state).__name__}; pass the result of "
         raise TypeError(msg + "Monitor.state_dict()")

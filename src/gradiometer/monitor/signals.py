@@ -7,17 +7,13 @@ import signal
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
-
-class _Subscriber(Protocol):
-    def note_signal(self, name: str) -> None: ...
-
-
-_subscribers: list[weakref.ref[_Subscriber]] = []
+_subscribers: list[weakref.WeakMethod[Callable[[str], object]]] = []
 # SIGHUP: the terminal was closed; Windows does not have it
 _SIGNALS: Final = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 # the handlers that we installed; the argument of each is the previous one
@@ -26,14 +22,14 @@ _handlers: dict[int, Any] = {}
 _is_ending = False
 
 
-def subscribe(subscriber: _Subscriber) -> None:
-    """Call ``subscriber.note_signal`` on a signal, until `unsubscribe`. Only the main thread can subscribe.
+def subscribe(method: Callable[[str], object]) -> None:
+    """Call a method with the name of a signal, until `unsubscribe`. Only the main thread can subscribe.
 
     Afterwards the previous handler is called; if it returns, training continues. Without a previous handler,
     SystemExit is raised with code 128 + the signal's number, so that ``with`` blocks and ``finally`` clauses
     run, as after Ctrl-C. A process that ignores a signal still ignores it, for example SIGHUP under nohup.
     """
-    is_known = any(ref() is subscriber for ref in _subscribers)
+    is_known = any(ref() == method for ref in _subscribers)
     if is_known or threading.current_thread() is not threading.main_thread():
         return
     for number in _SIGNALS:
@@ -45,12 +41,12 @@ def subscribe(subscriber: _Subscriber) -> None:
             # a new handler each time: `now` may itself call an earlier one of ours
             _handlers[number] = partial(_on_signal, now)
             signal.signal(number, _handlers[number])
-    _subscribers.append(weakref.ref(subscriber))
+    _subscribers.append(weakref.WeakMethod(method))
 
 
-def unsubscribe(subscriber: _Subscriber) -> None:
-    """Remove a subscriber; after the last one, restore the previous handlers."""
-    _subscribers[:] = [ref for ref in _subscribers if ref() not in (None, subscriber)]
+def unsubscribe(method: Callable[[str], object]) -> None:
+    """Remove a method; after the last one, restore the previous handlers."""
+    _subscribers[:] = [ref for ref in _subscribers if ref() not in (None, method)]
     if not _subscribers and threading.current_thread() is threading.main_thread():
         _put_back()
 
@@ -71,9 +67,9 @@ def _put_back() -> None:
 
 
 def _on_signal(previous: Any, number: int, frame: FrameType | None) -> None:
-    notified = [subscriber for ref in _subscribers if (subscriber := ref()) is not None]
-    for subscriber in notified:
-        subscriber.note_signal(signal.Signals(number).name)
+    notified = [method for ref in _subscribers if (method := ref()) is not None]
+    for method in notified:
+        method(signal.Signals(number).name)
     if callable(previous):
         previous(number, frame)
     elif notified:

@@ -98,8 +98,7 @@ class SinkThread:
             self._changed.notify_all()
         if excess > 0:
             text = f"{self._name} cannot keep up: more than {self._limit} steps are waiting, "
-            text += "so the oldest are dropped"
-            self._failures.add(f"queue of {self._name}", text, excess)
+            self._failures.add(f"queue of {self._name}", text + "so the oldest are dropped", excess)
 
     def put_findings(self, findings: Sequence[Finding]) -> None:
         """Add findings of steps that were added before."""

@@ -51,8 +51,7 @@ class DeadUnits(LastingRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 < self.fraction <= 1.0:
-            msg = f"DeadUnits(fraction={self.fraction!r}): fraction must be above 0 and at most 1"
-            raise ValueError(msg)
+            raise ValueError(f"DeadUnits(fraction={self.fraction!r}): fraction must be above 0 and at most 1")
 
     def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about taps with dead units for ``patience`` steps."""
@@ -184,8 +183,7 @@ class CollapsingRouter(LastingRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.limit < 1.0:
-            msg = f"CollapsingRouter({self.limit!r}): limit must be at least 0 and below 1"
-            raise ValueError(msg)
+            raise ValueError(f"CollapsingRouter({self.limit!r}): limit must be at least 0 and below 1")
 
     def prepare(self, rows: Rows) -> None:
         """Find the two rows of each router."""

@@ -80,8 +80,7 @@ class BaseRule:
         if not isinstance(state, Mapping) or set(state) != set(self.kept):
             keys = f"with the keys {list(state)}" if isinstance(state, Mapping) else f"{state!r:.40}"
             msg = f"{type(self).__name__}: got the state of another rule, {keys}; "
-            msg += f"pass one with the keys {list(self.kept)}"
-            raise ValueError(msg)
+            raise ValueError(msg + f"pass one with the keys {list(self.kept)}")
         new = {key: _plain(value) for key, value in state.items()}
         for key, value in new.items():
             try:
@@ -101,25 +100,21 @@ class BaseRule:
         mine = getattr(self, key)
         if key in {"before_step", "after_step"}:
             if value is not None and type(value) is not int:
-                msg = f"expected a step or None, got {value!r:.40}"
-                raise ValueError(msg)
+                raise ValueError(f"expected a step or None, got {value!r:.40}")
         elif isinstance(mine, _HISTORIES):
             mine.check_state(value)
         elif isinstance(mine, Tensor):
             if not isinstance(value, Tensor) or value.dtype != mine.dtype or value.dim() != mine.dim():
-                msg = f"expected a tensor of {mine.dtype} with {mine.dim()} dimensions"
-                raise ValueError(msg)
+                raise ValueError(f"expected a tensor of {mine.dtype} with {mine.dim()} dimensions")
         elif isinstance(mine, list):
             if not is_names(value):
-                msg = "expected a list of str"
-                raise ValueError(msg)
+                raise ValueError("expected a list of str")
         elif isinstance(mine, (int, float)) and (
             # no float in place of a number of steps
             not isinstance(value, (int, float) if isinstance(mine, float) else int)
             or isinstance(value, bool) != isinstance(mine, bool)
         ):
-            msg = f"expected {type(mine).__name__}, got {value!r:.40}"
-            raise ValueError(msg)
+            raise ValueError(f"expected {type(mine).__name__}, got {value!r:.40}")
 
 
 @dataclass(eq=False, repr=False)
@@ -183,8 +178,7 @@ class TensorRule(WholeRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.most < 1:
-            msg = f"{type(self).__name__}(most={self.most!r}): most must be at least 1"
-            raise ValueError(msg)
+            raise ValueError(f"{type(self).__name__}(most={self.most!r}): most must be at least 1")
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""

@@ -98,8 +98,7 @@ def checked(found: object) -> Finding:
             names the field.
     """
     if not isinstance(found, Finding):
-        msg = f"it is {_text(found)}, not a gm.Finding"
-        raise TypeError(msg)
+        raise TypeError(f"it is {_text(found)}, not a gm.Finding")
     fields: dict[str, Any] = {}
     for name, (convert, wanted) in _FIELDS.items():
         value = getattr(found, name)
@@ -108,8 +107,7 @@ def checked(found: object) -> Finding:
         except Exception:  # noqa: BLE001 a value of an unknown type may raise anything
             away = isinstance(value, Tensor) and value.device.type != "cpu"
             text = f"a tensor on {value.device.type}" if away else _text(value)
-            msg = f"its {name} is {text}, not {wanted}"
-            raise TypeError(msg) from None
+            raise TypeError(f"its {name} is {text}, not {wanted}") from None
     return Finding(**fields)
 
 

@@ -39,17 +39,7 @@ class FirstNonfinite(NamedTuple):
 
 
 def first_nonfinite(record: StepRecord) -> FirstNonfinite | None:
-    """Return the tensor in which the step's non-finite values began; None if all are finite.
-
-    >>> import torch, gradiometer as gm
-    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    >>> recorder = gm.Recorder(model)
-    >>> model(torch.ones(1, 2)).sum().mul(float("nan")).backward()
-    >>> recorder.record()
-    >>> first = first_nonfinite(recorder.read()[-1])
-    >>> first.kind.name, first.name, first.n_nan, first.numel
-    ('grads', '1.bias', 1, 1)
-    """
+    """Return the tensor in which the step's non-finite values began; None if all are finite."""
     tables = record.nonfinite
     if not tables:
         return None

@@ -75,8 +75,7 @@ class History:
     def __init__(self, warmup: int = WARMUP, window: int = WINDOW, floor: float = FLOOR) -> None:
         if warmup < 2 or window < 2 or not floor >= 0:
             msg = f"History(warmup={warmup}, window={window}, floor={floor}): "
-            msg += "warmup and window must be at least 2, and floor must not be negative"
-            raise ValueError(msg)
+            raise ValueError(msg + "warmup and window must be at least 2, and floor must not be negative")
         self.warmup, self.window, self.floor = warmup, window, floor
         self.restart(0)
 
@@ -113,8 +112,7 @@ class History:
         parts = [state.get(name) for name in ("count", "mean", "deviation")]
         fit = [isinstance(x, Tensor) and x.dtype == torch.float64 and x.dim() == 1 for x in parts]
         if not all(fit) or len({len(x) for x in parts if x is not None}) > 1:
-            msg = "a history's count, mean and deviation must be float64 vectors of one length"
-            raise ValueError(msg)
+            raise ValueError("a history's count, mean and deviation must be float64 vectors of one length")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a history; a ValueError as `check_state` raises."""
@@ -142,8 +140,7 @@ class SpikeHistory:
 
     def __init__(self, warmup: int = WARMUP) -> None:
         if warmup < 2:
-            msg = f"SpikeHistory(warmup={warmup}): warmup must be at least 2"
-            raise ValueError(msg)
+            raise ValueError(f"SpikeHistory(warmup={warmup}): warmup must be at least 2")
         self.warmup = warmup
         self.restart()
 
@@ -187,8 +184,7 @@ class SpikeHistory:
             or type(state.get("count")) is not int
             or not isinstance(state.get("rise"), float)
         ):
-            msg = f"a history must have at most {_FAR} recent floats, a count and a rise"
-            raise ValueError(msg)
+            raise ValueError(f"a history must have at most {_FAR} recent floats, a count and a rise")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a history; a ValueError as `check_state` raises."""
@@ -261,8 +257,7 @@ class NormHistory:
         self.history.check_state(state)
         names = state.get("names")
         if not isinstance(names, list) or not is_names(names) or len(state["count"]) != len(names):
-            msg = "a norm history's names must be a list of str, one for each norm"
-            raise ValueError(msg)
+            raise ValueError("a norm history's names must be a list of str, one for each norm")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a history; a ValueError as `check_state` raises."""

@@ -235,8 +235,7 @@ class Untied(WholeRule):
         """Raise an error unless the value can replace the attribute ``key``."""
         super().check_value(key, value)
         if key == "pairs" and (not is_names(value) or len(value) % 2):
-            msg = "expected a list of pairs of names"
-            raise ValueError(msg)
+            raise ValueError("expected a list of pairs of names")
 
 
 def _differ(first: str, second: str) -> bool:

@@ -96,8 +96,7 @@ class LayerImbalance(TensorRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.limit > 1:
-            msg = f"LayerImbalance(limit={self.limit!r}): limit must be greater than 1"
-            raise ValueError(msg)
+            raise ValueError(f"LayerImbalance(limit={self.limit!r}): limit must be greater than 1")
 
     def prepare(self, rows: Rows) -> None:
         """Find the families; tensors without a family get the last index."""

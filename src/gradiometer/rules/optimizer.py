@@ -135,8 +135,7 @@ class LearningRate(BaseRule):
             and all(type(x) in {int, float} for x in one.values())
             for one in value.values()
         ):
-            msg = f"expected for each scalar a dict of numbers: {', '.join(sorted(fields))}"
-            raise ValueError(msg)
+            raise ValueError(f"expected for each scalar a dict of numbers: {', '.join(sorted(fields))}")
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's learning rates with those before."""

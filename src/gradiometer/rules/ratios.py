@@ -249,5 +249,4 @@ class GroupRatio(TensorRule):
 
 def _check_band(rule: str, low: float, high: float) -> None:
     if not 0 <= low < high:
-        msg = f"{rule}(low={low!r}, high={high!r}): the bounds must satisfy 0 <= low < high"
-        raise ValueError(msg)
+        raise ValueError(f"{rule}(low={low!r}, high={high!r}): the bounds must satisfy 0 <= low < high")

@@ -61,8 +61,7 @@ class Stuck(LastingRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.fraction < 1.0:
-            msg = f"Stuck(fraction={self.fraction!r}): fraction must be at least 0 and below 1"
-            raise ValueError(msg)
+            raise ValueError(f"Stuck(fraction={self.fraction!r}): fraction must be at least 0 and below 1")
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
