@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
-from gradiometer.columns import NUM_COLUMNS
+from gradiometer.columns import TENSORS
 from support.compiling import (
     Kept,
     batch,
@@ -415,7 +415,7 @@ def test_no_gradients_compile_to_no_rows(home):
     (stats, norm, grouped), kept = run_once(step)
     assert_same(stats, gm.collect_grads(source))
     assert not stats.measured
-    assert stats.columns.shape == (0, NUM_COLUMNS)
+    assert stats.columns.shape == (0, TENSORS.width)
     assert (norm, grouped.norm.tolist()) == (0.0, [0.0])
     assert kept.op_calls() == 0
     assert not stats.materialize().measured

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradiometer as gm
-from gradiometer.columns import COLUMN_NAMES, NUM_COLUMNS, NUM_PAIR_COLUMNS, PAIRS, TENSORS
+from gradiometer.columns import PAIRS, TENSORS
 from gradiometer.columns.health import HEALTH
 from gradiometer.stats import named_stats, tensor_stats
 from support.fake_device import (
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # all tensor properties of TensorStats
 PROPERTIES = (
-    *COLUMN_NAMES,
+    *TENSORS.index,
     *[x.name for x in TENSORS.derived],
     *HEALTH,
     "total",
@@ -129,7 +129,7 @@ def test_collection_never_waits(device):
             gm.collect([torch.ones(0, device=d)])
             gm.total_norm(list(model.parameters()))
         assert found.columns.device.type == device
-        assert found.columns.shape == (7, NUM_COLUMNS)
+        assert found.columns.shape == (7, TENSORS.width)
         assert seen.op_calls == 8
         assert (seen.to_host, seen.to_device) == ([], [])
 
@@ -236,7 +236,7 @@ def test_one_call_of_the_op_measures_any_number_of_pairs(device, parameters):
         a.w0.grad = None
         snapshot = gm.Snapshot(a)
         with watch() as seen:
-            assert gm.compare(a, b).columns.shape == (parameters, NUM_PAIR_COLUMNS)
+            assert gm.compare(a, b).columns.shape == (parameters, PAIRS.width)
             assert len(gm.collect_updates(a, snapshot).names) == parameters
         assert (seen.op_calls, seen.to_host, seen.to_device) == (2, [], [])
 

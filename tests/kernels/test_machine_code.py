@@ -21,14 +21,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gradiometer.columns import (
-    CURSOR_SIZE,
-    HEADER_SECTIONS,
-    NUM_EXPONENT_COLUMNS,
-    TENSORS,
-    Section,
-    Thresholds,
-)
+from gradiometer.columns import CURSOR_SIZE, EXPONENTS, HEADER_SECTIONS, TENSORS, Section, Thresholds
 from gradiometer.kernels import tuning
 from gradiometer.ops import clipping, dispatch, launch_plans, uploads
 from gradiometer.ops import tensors as tensor_ops
@@ -873,7 +866,7 @@ def test_the_exponents_kernel_loads_16_bytes_at_a_time_and_spills_nothing(target
     ("target", "dtype"), pairs({"sm_80": (), "sm_90": (FP32,), "sm_100": (), "gfx942": ()})
 )
 def test_a_recorded_histogram_needs_one_more_launch_and_spills_nothing(target, dtype):
-    store = torch.zeros((3, NUM_EXPONENT_COLUMNS + 1), dtype=torch.int64)
+    store = torch.zeros((3, EXPONENTS.width + 1), dtype=torch.int64)
     cursor = torch.ones(CURSOR_SIZE, dtype=torch.float64)
     tensors = [torch.zeros(9, dtype=dtype), torch.zeros(5, dtype=dtype)]
     uses_kernels = mock.patch.object(dispatch, "uses_kernels", return_value=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import KERNELS
-from gradiometer.columns import EXPONENT_EDGES, NUM_EXPONENT_COLUMNS, bin_of
+from gradiometer.columns import EXPONENT_EDGES, EXPONENTS, bin_of
 from gradiometer.ops import exponent_codes, exponent_reference
 from gradiometer.ops.openmp import one_thread
 
@@ -23,7 +23,7 @@ def expected(x):
     with one_thread():
         x = (x.float() if x.itemsize < 4 else x).double().reshape(-1) * 1.0
         columns = bin_of(x.abs().view(torch.int64))
-    return torch.bincount(columns, minlength=NUM_EXPONENT_COLUMNS)
+    return torch.bincount(columns, minlength=EXPONENTS.width)
 
 
 def check(tensors):

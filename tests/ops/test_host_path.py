@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradiometer as gm
 from conftest import INTERPRETED
 from gradiometer import ops
-from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import DEFAULT_THRESHOLDS, TENSORS
 from gradiometer.ops import dispatch, launch_plans, packing, uploads
 from gradiometer.ops import guards as tensor_guards
 from gradiometer.ops import tensors as tensor_ops
@@ -84,7 +84,7 @@ def launches(monkeypatch):
 
     def finalize(table, partials, num_tensors, *_):
         del table, partials
-        columns = torch.zeros((num_tensors, NUM_COLUMNS), dtype=torch.float64, device="cpu")
+        columns = torch.zeros((num_tensors, TENSORS.width), dtype=torch.float64, device="cpu")
         return columns, torch.zeros((num_tensors,), dtype=torch.int32, device="cpu")
 
     monkeypatch.setattr(kernels, "moments", moments)

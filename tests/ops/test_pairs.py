@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradiometer as gm
 from conftest import INTERPRETED, KERNELS
-from gradiometer.columns import pair_value
+from gradiometer.columns import PAIRS
 from gradiometer.ops import eager_plan, openmp, pair_reference, streaming
 from support import pair_oracle, strategies
 from support.gradients import bit_patterns
@@ -690,7 +690,7 @@ def derived(name, **values):
     columns = torch.zeros(len(NAMES), dtype=torch.float64)
     for column, value in values.items():
         columns[NAMES.index(column)] = value
-    return pair_value(columns, name).item()
+    return PAIRS.value(columns, name).item()
 
 
 @pytest.mark.parametrize(

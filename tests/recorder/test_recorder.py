@@ -19,7 +19,7 @@ from torch._inductor.utils import run_and_get_code
 
 import gradiometer as gm
 from conftest import KERNELS
-from gradiometer.columns import NUM_COLUMNS, Cursor
+from gradiometer.columns import TENSORS, Cursor
 from gradiometer.ops import reference
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.updates import Updates
@@ -512,7 +512,7 @@ def test_freezing_compiles_again_once(frozen):
 @pytest.mark.parametrize("gated", [False, True])
 def test_opcheck(gated):
     recorder = Recorder(model_of())
-    columns, flags = torch.rand(5, NUM_COLUMNS, dtype=torch.float64), torch.zeros(5, dtype=torch.int32)
+    columns, flags = torch.rand(5, TENSORS.width, dtype=torch.float64), torch.zeros(5, dtype=torch.int32)
     grads = [torch.randn(3), torch.randn(4, 2), torch.empty(0), torch.tensor(NAN), torch.randn(2)]
     record_, append_ = torch.ops.gradiometer.record_.default, torch.ops.gradiometer.append_.default
     ring = recorder.ring, recorder.cursor, list(recorder.layout.sections["grads"])

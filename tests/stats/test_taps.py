@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
-from gradiometer.columns import ACTIVATION_INDEX
+from gradiometer.columns import ACTIVATIONS
 from gradiometer.ops import tap_partials
 from support.activations import Calls, agree, columns_of
 from support.compiling import Kept, every_backend, needs_compiler
@@ -666,7 +666,7 @@ def test_fused_taps_measure_what_the_op_does_and_leave_the_training_alone(dtype)
         assert torch.equal(weights[0], weights[1])
         assert torch.equal(weights[0], weights[2])
     for row, expected in zip(fused, op, strict=True):
-        agree(row, dict(zip(ACTIVATION_INDEX, expected.tolist(), strict=True)), 1e-13)
+        agree(row, dict(zip(ACTIVATIONS.index, expected.tolist(), strict=True)), 1e-13)
 
 
 PRODUCERS = {
@@ -741,5 +741,5 @@ def test_fused_sums_of_many_constants_are_exact_to_the_bound(shape, value):
     n = x.numel()
     assert stats.numel[0] == n
     assert abs(float(stats.norm[0]) / (abs(exact) * n**0.5) - 1) <= 1e-13
-    assert abs(float(stats.columns[0, ACTIVATION_INDEX["sum"]]) - exact * n) <= 1e-13 * abs(exact) * n
+    assert abs(float(stats.columns[0, ACTIVATIONS.index["sum"]]) - exact * n) <= 1e-13 * abs(exact) * n
     assert float(stats.abs_max[0]) == abs(exact)

@@ -5,14 +5,7 @@ and scores are functions of columns. The layout of the recorder's ring is here t
 user's tensors or their names.
 """
 
-from gradiometer.columns.activations import (
-    ACTIVATION_COLUMNS,
-    ACTIVATION_INDEX,
-    ACTIVATIONS,
-    NUM_ACTIVATION_COLUMNS,
-    NUM_ACTIVATION_SUMS,
-    activation_value,
-)
+from gradiometer.columns.activations import ACTIVATION_COLUMNS, ACTIVATIONS
 from gradiometer.columns.exponents import (
     EXPONENT_EDGES,
     EXPONENTS,
@@ -21,7 +14,6 @@ from gradiometer.columns.exponents import (
     LOWEST_BINADE,
     MAX_SCALE,
     MIN_SCALE,
-    NUM_EXPONENT_COLUMNS,
     Format,
     best_scales,
     bin_of,
@@ -48,14 +40,7 @@ from gradiometer.columns.health import (
     is_healthy,
     score,
 )
-from gradiometer.columns.pairs import (
-    NUM_PAIR_COLUMNS,
-    NUM_PAIR_SUMS,
-    PAIR_COLUMNS,
-    PAIR_INDEX,
-    PAIRS,
-    pair_value,
-)
+from gradiometer.columns.pairs import PAIR_COLUMNS, PAIRS
 from gradiometer.columns.ring_layout import (
     CURSOR_SIZE,
     HEADER_SECTIONS,
@@ -78,21 +63,12 @@ from gradiometer.columns.schema import (
     Schema,
     Thresholds,
 )
-from gradiometer.columns.tensors import (
-    COLUMN_INDEX,
-    COLUMN_NAMES,
-    COLUMNS,
-    NUM_COLUMNS,
-    TENSORS,
-)
+from gradiometer.columns.tensors import COLUMNS, TENSORS
 
 __all__ = [
     "ACTIVATIONS",
     "ACTIVATION_COLUMNS",
-    "ACTIVATION_INDEX",
     "COLUMNS",
-    "COLUMN_INDEX",
-    "COLUMN_NAMES",
     "CURSOR_SIZE",
     "DEFAULT_DEAD_THRESHOLD",
     "DEFAULT_EXPLODING_THRESHOLD",
@@ -113,16 +89,9 @@ __all__ = [
     "MAX_SCALE",
     "MAX_ZERO_FRACTION",
     "MIN_SCALE",
-    "NUM_ACTIVATION_COLUMNS",
-    "NUM_ACTIVATION_SUMS",
-    "NUM_COLUMNS",
-    "NUM_EXPONENT_COLUMNS",
     "NUM_FINGERPRINT_COLUMNS",
-    "NUM_PAIR_COLUMNS",
-    "NUM_PAIR_SUMS",
     "PAIRS",
     "PAIR_COLUMNS",
-    "PAIR_INDEX",
     "TENSORS",
     "VANISHING_WEIGHT",
     "WORD_BYTES",
@@ -136,7 +105,6 @@ __all__ = [
     "Schema",
     "Section",
     "Thresholds",
-    "activation_value",
     "best_scales",
     "bin_of",
     "first_rank",
@@ -148,7 +116,6 @@ __all__ = [
     "merge_groups",
     "number",
     "of_binades",
-    "pair_value",
     "power_of_two",
     "quantile",
     "realized",

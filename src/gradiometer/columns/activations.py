@@ -79,7 +79,3 @@ ACTIVATIONS: Final = Schema(
 
 ACTIVATION_COLUMNS: Final = ACTIVATIONS.columns
 """The raw columns of ``ActivationStats.columns``, in order: name, merge, scaling and meaning of each."""
-ACTIVATION_INDEX: Final = ACTIVATIONS.index
-NUM_ACTIVATION_COLUMNS: Final = ACTIVATIONS.width
-NUM_ACTIVATION_SUMS: Final = ACTIVATIONS.num_sums
-activation_value = ACTIVATIONS.value

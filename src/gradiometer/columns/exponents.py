@@ -107,8 +107,7 @@ HIGHEST_BINADE: Final = ((EXPONENT_EDGES[-1] + (1 << _REST)) >> _MANTISSA) - _BI
 
 # zeros; finite numbers; infinities; NaN
 _FIRST_BITS: Final = (1, *EXPONENT_EDGES, _INF_BITS, _INF_BITS + 1)
-NUM_EXPONENT_COLUMNS: Final = len(_FIRST_BITS) + 1
-_INF: Final = NUM_EXPONENT_COLUMNS - 2
+_INF: Final = len(_FIRST_BITS) - 1
 
 
 @cache

@@ -144,7 +144,3 @@ PAIRS: Final = Schema(
 
 PAIR_COLUMNS: Final = PAIRS.columns
 """The raw columns of ``PairStats.columns``, in order: name, merge, scaling and meaning of each."""
-PAIR_INDEX: Final = PAIRS.index
-NUM_PAIR_COLUMNS: Final = PAIRS.width
-NUM_PAIR_SUMS: Final = PAIRS.num_sums
-pair_value = PAIRS.value

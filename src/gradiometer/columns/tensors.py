@@ -92,6 +92,3 @@ TENSORS: Final = Schema(
 
 COLUMNS: Final = TENSORS.columns
 """The raw columns, in the order of ``TensorStats.columns``: name, merge, scaling and meaning of each."""
-COLUMN_NAMES: Final = tuple(TENSORS.index)
-COLUMN_INDEX: Final = TENSORS.index
-NUM_COLUMNS: Final = TENSORS.width

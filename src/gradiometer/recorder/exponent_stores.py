@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradiometer import ops
-from gradiometer.columns import CURSOR_SIZE, NUM_EXPONENT_COLUMNS, Cursor
+from gradiometer.columns import CURSOR_SIZE, EXPONENTS, Cursor
 from gradiometer.inputs import Named, present
 from gradiometer.recorder.settings import set_step
 from gradiometer.recorder.table import Table
@@ -45,7 +45,7 @@ class ExponentStores(Float64Module):
         devices = [p.device for p in parameters] * len(kinds)
         self._rows = [[i for i, x in enumerate(devices) if x == device] for device in dict.fromkeys(devices)]
         for place, (device, own) in enumerate(zip(dict.fromkeys(devices), self._rows, strict=True)):
-            store = torch.full((len(own) + 1, NUM_EXPONENT_COLUMNS + 1), -1, dtype=torch.int64, device=device)
+            store = torch.full((len(own) + 1, EXPONENTS.width + 1), -1, dtype=torch.int64, device=device)
             cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=device)
             cursor[Cursor.EVERY].fill_(float(every))
             self.register_buffer(f"store_{place}", store, persistent=False)
@@ -103,7 +103,7 @@ class ExponentStores(Float64Module):
         size = len(self._parameter_rows)
 
         def counts(first: int) -> Tensor:
-            found = torch.zeros((size, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu")
+            found = torch.zeros((size, EXPONENTS.width), dtype=torch.int64, device="cpu")
             for rows, (store,) in zip(self._rows, copies, strict=True):
                 places = torch.tensor(rows, device="cpu") - first
                 own = (places >= 0) & (places < size)
