@@ -37,7 +37,6 @@ PROPERTIES = (
     *[x.name for x in TENSORS.derived],
     *HEALTH,
     "total",
-    "total_norm",
     "found_inf",
     "skipped",
 )

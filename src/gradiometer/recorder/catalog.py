@@ -28,7 +28,6 @@ class Rows:
     dtypes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        """Return N."""
         return len(self.names)
 
     @cached_property

@@ -70,7 +70,6 @@ class Table:
         return cls(kind, rows, (positions, counts))  # type: ignore[arg-type] # as `sparse` keeps it
 
     def __repr__(self) -> str:
-        """Return a one-line summary."""
         return f"<Table: {self.kind.name} of {len(self.rows)} tensors>"
 
     @property

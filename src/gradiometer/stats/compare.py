@@ -9,13 +9,7 @@ from torch import Tensor, nn
 
 from gradiometer import ops
 from gradiometer.columns import PAIRS
-from gradiometer.inputs import (
-    Named,
-    check_names,
-    local_shards,
-    named_parameters,
-    named_tensors,
-)
+from gradiometer.inputs import Named, check_names, local_shards, named_parameters, named_tensors
 from gradiometer.stats.measure import over_ranks, plain, rows_by_device, settled
 from gradiometer.stats.pair_stats import PairStats
 from gradiometer.stats.snapshot import Snapshot
@@ -152,11 +146,11 @@ def _measure(a: Named, b: Named, g: list[Tensor | None] | None, what: str) -> Pa
     if not names:
         return PairStats(names, torch.empty((0, PAIRS.width), dtype=torch.float64, device="cpu"))
 
-    def measured(rows: list[int]) -> Tensor:
+    def measured(rows: list[int]) -> list[Tensor]:
         own = [None if tensors is None else [tensors[i] for i in rows] for tensors in (left, right, grads)]
-        return ops.measure_pairs(*own)  # type: ignore[arg-type]
+        return [ops.measure_pairs(*own)]  # type: ignore[arg-type]
 
-    return PairStats(names, rows_by_device(left, measured))
+    return PairStats(names, rows_by_device(left, measured)[0])
 
 
 def _described(x: Tensor) -> str:

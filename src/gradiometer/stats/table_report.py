@@ -183,7 +183,6 @@ class TableReport(Mapping[str, Row]):
         return made  # type: ignore[no-any-return]
 
     def __getitem__(self, name: str) -> Row:
-        """Return one row."""
         try:
             return self._by_name[name]
         except KeyError:
@@ -191,15 +190,12 @@ class TableReport(Mapping[str, Row]):
             raise KeyError(msg) from None
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is a row of this name."""
         return name in self.names
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names, in order."""
         return iter(self.names)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.names)
 
     def rows(self) -> list[Row]:
@@ -286,7 +282,6 @@ class TableReport(Mapping[str, Row]):
         return text_table.text(self.table(max_rows)) if self.names else self._nothing
 
     def __str__(self) -> str:
-        """Return a table, truncated for long models."""
         return self.to_string()
 
     def _repr_html_(self) -> str:
@@ -294,7 +289,6 @@ class TableReport(Mapping[str, Row]):
         return text_table.html(self.table(20) if self.names else Table(self._nothing))
 
     def __repr__(self) -> str:
-        """Return a one-line summary."""
         return f"<{type(self).__name__}: {self._headline()}>"
 
     def _headline(self) -> str:
