@@ -109,7 +109,7 @@ def test_a_loop_like_torchtitans(tmp_path):
     assert recorded.catalog.names == tuple(
         f"{i}.{name}.weight" for i in range(3) for name in ("norm", "w1", "w2")
     )
-    assert set(recorded.catalog.shapes) == {(16,), (64, 16), (16, 64)}
+    assert set(recorded.catalog.parameters.shapes) == {(16,), (64, 16), (16, 64)}
 
 
 def test_the_lines_between_them_run_in_one_process():

@@ -120,7 +120,7 @@ def make_records(
     of_parameters = [kind for kind in catalog.dense if kind.rows == "parameter"]
     others = [kind for kind in catalog.dense if kind.rows == "tap"]
     k, n = len(of_parameters), len(catalog.names)
-    numel = torch.tensor([float(math.prod(shape)) for shape in catalog.shapes], dtype=torch.float64)
+    numel = torch.tensor([math.prod(shape) for shape in catalog.parameters.shapes], dtype=torch.float64)
     levels = torch.tensor([0.05, 1.0, 0.001, *[1.0] * k], dtype=torch.float64)[:k, None]
     level = levels * torch.linspace(1.0, 0.1, max(n, 1), dtype=torch.float64)[:n].expand(k, n)
     for start in range(first, first + steps, batch):

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from gradiometer.columns.schema import Column, Derived, Schema
-
-if TYPE_CHECKING:
-    from gradiometer.columns.schema import Row
 
 MIN_SCALE: Final = -32
 """log2 of the smallest scale for which counts are exact."""
@@ -191,24 +188,16 @@ def log2_of(scale: object, what: str) -> int:
     raise ValueError(msg)
 
 
-def tiny_of(form: Format, log2: int = 0) -> int:
-    """Return the first column whose numbers, times ``2**log2``, do not round to 0."""
-    return _COLUMN[form.tiny - _step(log2)]
-
-
-def top_of(form: Format, log2: int = 0) -> int:
-    """Return the first column whose numbers, times ``2**log2``, overflow."""
-    return _COLUMN[form.top - _step(log2)]
-
-
 def losses(columns: Tensor, form: Format, log2: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return how many finite nonzero x a cast of ``x * 2**log2`` makes 0, subnormal, and overflow.
 
     ``(..., C) -> (...)`` each, int64. Subnormal are those whose product is below the smallest normal number,
     before rounding, and does not become 0.
     """
-    tiny, top = tiny_of(form, log2), top_of(form, log2)
-    normal = _COLUMN[_from(form.normal - log2)]
+    # the first columns whose numbers, times 2**log2, do not round to 0, are normal and overflow
+    tiny, normal, top = [
+        _COLUMN[edge] for edge in (form.tiny - _step(log2), _from(form.normal - log2), form.top - _step(log2))
+    ]
     flushed = columns[..., 1:tiny].sum(-1)
     return flushed, columns[..., tiny:normal].sum(-1), columns[..., top:_INF].sum(-1)
 
@@ -261,10 +250,6 @@ def max_exponent(columns: Tensor) -> Tensor:
     return torch.where(found.any(-1), last, 0)
 
 
-def _numel(row: Row) -> Tensor:
-    return row.columns.sum(-1)
-
-
 _OF: Final = "floor(log2 |x|) of the {} finite element; 0 if there is none"
 
 EXPONENTS: Final = Schema(
@@ -279,7 +264,7 @@ EXPONENTS: Final = Schema(
         Column("n_nan", "sum", "1", "NaN elements", "NaN", "rare", "elements"),
     ),
     (
-        Derived("numel", _numel, "elements", "elements", "count"),
+        Derived("numel", lambda row: row.columns.sum(-1), "elements", "elements", "count"),
         Derived(
             "n_nonfinite", lambda row: row("n_nan") + row("n_inf"), "NaN and infinite elements", style="rare"
         ),

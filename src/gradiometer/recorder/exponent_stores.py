@@ -94,7 +94,7 @@ class ExponentStores(Float64Module):
 
     def copy(self) -> list[Pending[list[Tensor]]]:
         """Start to copy the stores to the host, each on the current stream of its device, and return."""
-        return [Pending([store], _same) for _, store, _ in self._each()]
+        return [Pending([store], list) for _, store, _ in self._each()]
 
     def tables_of(self, copies: Sequence[Sequence[Tensor]], step: int) -> dict[str, Table]:
         """Return the tables of a step from copies that have arrived; none if it was not measured."""
@@ -115,7 +115,3 @@ class ExponentStores(Float64Module):
             kind.name: Table(kind, self._parameter_rows, partial(counts, i * size))
             for i, kind in enumerate(self._kinds)
         }
-
-
-def _same(copies: list[Tensor]) -> list[Tensor]:
-    return copies

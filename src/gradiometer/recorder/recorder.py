@@ -154,7 +154,7 @@ class Recorder(StepRing):
         home = next((device for device in devices if device.type != "cpu"), devices[0])
         super().__init__(catalog, thresholds, capacity, home, list(parameters), fingerprint=bool(fingerprint))
         # Dynamo cannot trace the lock of a cached property
-        self._index = catalog.index
+        self._index = catalog.parameters.index
         self._own = [kind for kind in catalog.dense if kind.measure is not None]
         self._has_weights = WEIGHTS.name in catalog.kinds
         # gradients and weights are measured together

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from gradiometer import distributed, ops
-from gradiometer.columns import TENSORS, Cursor
-from gradiometer.columns.roots import sqrt
+from gradiometer.columns import TENSORS, Cursor, sqrt
 from gradiometer.stats import Float64Module
 
 if TYPE_CHECKING:

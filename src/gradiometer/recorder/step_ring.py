@@ -89,13 +89,8 @@ class StepRing(Float64Module):
 
     @property
     def parameters_tracked(self) -> list[Tensor]:
-        """The parameters, in the order of `names_tracked`."""
+        """The parameters, in the order of the catalog."""
         return self._tracked[0]
-
-    @property
-    def names_tracked(self) -> tuple[str, ...]:
-        """The names of the parameters."""
-        return self.catalog.names
 
     def configure_(
         self,
