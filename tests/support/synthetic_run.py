@@ -11,7 +11,7 @@ import torch
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Column, Derived, Schema
 from gradiometer.extras import require
-from gradiometer.recorder import Catalog, Kind, RunInfo, StepRecord, Table, kind_named
+from gradiometer.recorder import KINDS, Catalog, Kind, RunInfo, StepRecord, Table
 from gradiometer.runs import json_writer as json_writer_module
 from gradiometer.runs import open_segment
 from gradiometer.runs.digest import Claims, with_claims
@@ -46,7 +46,7 @@ def make_catalog(tensors=20, kinds=("grads",), names=None):
     if names is None:
         names = [f"blocks.{i // 2}.{'bias' if i % 2 else 'weight'}" for i in range(tensors)]
     shapes = [(64,) if i % 2 else (64, 64) for i in range(len(names))]
-    found = [kind if isinstance(kind, Kind) else kind_named(kind) for kind in kinds]
+    found = [kind if isinstance(kind, Kind) else KINDS[kind] for kind in kinds]
     taps = TAPS if any(kind.rows == "tap" for kind in found) else ()
     return Catalog.of(names, shapes, ["float32"] * len(names), kinds, taps)
 

@@ -59,7 +59,6 @@ from gradiometer.columns.schema import (
     Column,
     Derived,
     Flag,
-    Row,
     Schema,
     Thresholds,
 )
@@ -101,7 +100,6 @@ __all__ = [
     "Fingerprint",
     "Flag",
     "Format",
-    "Row",
     "Schema",
     "Section",
     "Thresholds",

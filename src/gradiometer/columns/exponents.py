@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from gradiometer.columns.schema import Column, Derived, Schema
+
+if TYPE_CHECKING:
+    from gradiometer.columns.schema import Row
 
 MIN_SCALE: Final = -32
 """log2 of the smallest scale for which counts are exact."""
@@ -236,16 +239,14 @@ def quantile(columns: Tensor, q: float) -> Tensor:
     return torch.where(total.squeeze(-1) > 0, value, torch.nan)
 
 
-def min_exponent(columns: Tensor) -> Tensor:
-    """Return floor(log2 |x|) of the smallest nonzero finite element, ``(..., C) -> (...)``; 0 without."""
-    found = of_binades(columns) > 0
+def _min_exponent(row: Row) -> Tensor:
+    found = of_binades(row.columns) > 0
     first = found.to(torch.int8).argmax(-1) + (LOWEST_BINADE - 1)
     return torch.where(found.any(-1), first, 0)
 
 
-def max_exponent(columns: Tensor) -> Tensor:
-    """Return floor(log2 |x|) of the largest finite element, ``(..., C) -> (...)``; 0 if there is none."""
-    found = of_binades(columns) > 0
+def _max_exponent(row: Row) -> Tensor:
+    found = of_binades(row.columns) > 0
     last = found.shape[-1] - 1 - found.flip(-1).to(torch.int8).argmax(-1) + (LOWEST_BINADE - 1)
     return torch.where(found.any(-1), last, 0)
 
@@ -268,13 +269,8 @@ EXPONENTS: Final = Schema(
         Derived(
             "n_nonfinite", lambda row: row("n_nan") + row("n_inf"), "NaN and infinite elements", style="rare"
         ),
-        Derived(
-            "min_exponent",
-            lambda row: min_exponent(row.columns),
-            _OF.format("smallest nonzero"),
-            "min log2 |x|",
-        ),
-        Derived("max_exponent", lambda row: max_exponent(row.columns), _OF.format("largest"), "max log2 |x|"),
+        Derived("min_exponent", _min_exponent, _OF.format("smallest nonzero"), "min log2 |x|"),
+        Derived("max_exponent", _max_exponent, _OF.format("largest"), "max log2 |x|"),
     ),
     dtype=torch.int64,
     storage="sparse",

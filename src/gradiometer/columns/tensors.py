@@ -23,10 +23,6 @@ def _n_nonfinite(row: Row) -> Tensor:
     return row("n_nan") + row("n_inf")
 
 
-def _finite_norm(row: Row) -> Tensor:
-    return sqrt(row("sumsq"))
-
-
 def _norm(row: Row) -> Tensor:
     # like a norm over all elements: NaN if one is NaN, else inf if one is infinite
     inf = torch.where(row("n_inf") > 0, torch.inf, 0.0)
@@ -43,10 +39,6 @@ def _per_finite(row: Row, name: str) -> Tensor:
     return share(row(name), row("numel") - row("n_nonfinite"))
 
 
-def _mean(row: Row) -> Tensor:
-    return _per_finite(row, "sum")
-
-
 def _rms(row: Row) -> Tensor:
     return sqrt(_per_finite(row, "sumsq"))
 
@@ -60,10 +52,10 @@ def _std(row: Row) -> Tensor:
 STATISTICS: Final = (
     Derived("n_inf", _n_inf, "infinite elements of either sign", "±Inf", "rare"),
     Derived("n_nonfinite", _n_nonfinite, "NaN and infinite elements", "NaN, ±Inf", "rare"),
-    Derived("finite_norm", _finite_norm, "L2 norm of the finite elements", "finite norm"),
+    Derived("finite_norm", lambda row: sqrt(row("sumsq")), "L2 norm of the finite elements", "finite norm"),
     Derived("norm", _norm, "L2 norm; NaN with any NaN, else inf with any Inf"),
     Derived("rms", _rms, "root mean square of the finite elements", style="finite"),
-    Derived("mean", _mean, "mean of the finite elements", style="finite"),
+    Derived("mean", lambda row: _per_finite(row, "sum"), "mean of the finite elements", style="finite"),
     Derived("std", _std, "population standard deviation of the finite elements", style="finite"),
 )
 ZERO_FRACTION: Final = Derived(
