@@ -62,14 +62,6 @@ def test_a_sparse_tensor_is_measured_with_its_zeros(recipe):
     assert measured["flags"] == measure(x)["flags"]
 
 
-@pytest.mark.parametrize("dtype", strategies.FLOATS)
-def test_duplicate_coordinates_of_a_sparse_tensor_are_added_up(dtype):
-    values = torch.tensor([[3.0, 1.0], [-3.0, 2.0], [4.0, -5.0]], dtype=dtype)
-    x = torch.sparse_coo_tensor(torch.tensor([[1, 1, 6]]), values, (9, 2))
-    assert measure(x)["norm"] == math.sqrt(3**2 + 4**2 + 5**2)
-    oracle.assert_same_counts(measure(x), oracle.exact(x))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [0.1, 1.0, -1 / 3, 300.0])
 def test_a_large_constant_tensor_has_the_norm_of_the_closed_form(dtype, value):

@@ -39,6 +39,7 @@ def expected_of(tensors):
     least = math.nan if has_nan else min(filled, default=0.0)
     most = math.nan if has_nan else max(norms, default=0.0)
     ratio = math.nan if has_nan or least == most == math.inf else most / max(least, 1e-10)
+    total = math.inf if n_inf else math.sqrt(math.fsum(x * x for x in everything if math.isfinite(x)))
     zeros = sum(x == 0 for x in everything) / max(len(everything), 1)
     health = 1.0 - (0.5 * vanishing + 0.8 * exploding) / max(count, 1)
     return {
@@ -49,6 +50,7 @@ def expected_of(tensors):
         "max_norm": most,
         "norm_ratio": ratio,
         "is_healthy": n_nan + n_inf == 0 and ratio < 1000 and zeros < 0.5 and exploding == 0,
+        "total_norm": math.nan if n_nan else total,
         "total_zero_fraction": zeros,
         "total_n_nan": n_nan,
         "total_n_inf": n_inf,

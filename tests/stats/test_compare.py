@@ -293,19 +293,6 @@ def test_a_model_in_another_dtype_is_compared_with_the_old_one():
 # PairStats
 
 
-def test_merging_is_concatenating():
-    (a, b), (c, d) = two_of((3, 4), (50,)), two_of((3, 4), (50,), seed=1)
-    merged = gm.compare(a, b).merge(gm.compare(c, d))
-    whole = gm.compare(*[{name: torch.cat([x[name], y[name]]) for name in x} for x, y in ((a, c), (b, d))])
-    for name in merged.names:
-        # each of the two is within its bound of the same exact value
-        assert_pair(
-            row(merged, name), torch.cat([a[name], c[name]]), torch.cat([b[name], d[name]]), slack=2**-52
-        )
-    exact = [NAMES.index(name) for name in ("numel", "n_unchanged", "abs_max_u")]
-    assert merged.columns[:, exact].tolist() == whole.columns[:, exact].tolist()
-
-
 def test_stats_do_not_change_with_the_tensors():
     a, b = two_of((3, 4))
     stats = gm.compare(a, b)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import gradiometer as gm
 from gradiometer.stats import host_copy
-from support.fake_device import Model, device_of, watch
 
 
 class Device:
@@ -191,20 +190,6 @@ def test_all_groups_and_slots_travel_in_one_copy(device):
     assert len(device.queue) == 1
     assert_same_tree(pending.result(), tree)
     assert device.log == ["waited for 1"]
-
-
-def test_one_transfer_into_pinned_memory_is_all_that_a_dispatcher_sees():
-    with device_of("cuda") as d:
-        grads = gm.collect_grads(Model(d, 50))
-        grouped = grads.group({"odd": r"[13579]$", "even": r"[02468]$"})
-        ratio = gm.group_ratio(grouped, "odd", "even")
-        tree = [grads, {"grouped": grouped, "ratio": ratio}, grads.skipped, torch.ones(3, device=d)]
-        with watch() as seen:
-            pending = gm.materialize_async(tree)
-            assert pending.ready()
-        assert seen.to_host == [(False, True)]
-        assert seen.to_device == []
-        assert seen.op_calls == 0
 
 
 def test_tensors_of_the_host_travel_along(device):
