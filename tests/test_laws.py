@@ -16,11 +16,6 @@ from support import oracle, strategies
 from support.gradients import bits
 from support.strategies import Recipe, lists, recipes
 
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
-
 NAMES = tuple(column.name for column in gm.COLUMNS)
 EXACT = [i for i, name in enumerate(NAMES) if name not in {"sumsq", "sum"}]
 

@@ -17,11 +17,6 @@ from gradiometer import Flag, Thresholds
 from support import oracle, strategies
 from support.strategies import Recipe, recipes
 
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
-
 RAW = tuple(column.name for column in gm.COLUMNS)
 DERIVED = ("n_inf", "n_nonfinite", "finite_norm", "norm", "rms", "mean", "std", "zero_fraction")
 

@@ -32,8 +32,6 @@ from gradiometer.columns import (
 from gradiometer.ops import exponent_codes
 from support import strategies
 
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-
 NAMES = list(FORMATS)
 SCALES = range(MIN_SCALE, MAX_SCALE + 1)
 # whether a cast to e4m3fn makes numbers that are too large 448, as since torch 2.13, or NaN

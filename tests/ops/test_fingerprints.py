@@ -29,11 +29,6 @@ from support.fingerprints import of_tensor, random_bits, rows_of
 from support.gradients import bit_patterns, with_grads
 from support.recording import new_gradients
 
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
-
 LIMITS = (DEFAULT_THRESHOLDS.vanishing, DEFAULT_THRESHOLDS.exploding, DEFAULT_THRESHOLDS.dead)
 DTYPES = strategies.ALL_DTYPES
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

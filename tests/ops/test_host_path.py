@@ -38,10 +38,6 @@ from support.strategies import lists
 
 pytest.importorskip("triton", reason="the kernels' path")
 
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
 needs_kernels = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreted kernels")
 
 LIMITS = (DEFAULT_THRESHOLDS.vanishing, DEFAULT_THRESHOLDS.exploding, DEFAULT_THRESHOLDS.dead)

@@ -21,11 +21,6 @@ from support import oracle, strategies
 from support.gradients import bit_patterns
 from support.strategies import Recipe, lists
 
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
-
 NAMES = tuple(column.name for column in gm.COLUMNS)
 LIMITS = (DEFAULT_THRESHOLDS.vanishing, DEFAULT_THRESHOLDS.exploding, DEFAULT_THRESHOLDS.dead)
 

@@ -26,11 +26,6 @@ from support.oracle import numbers
 from support.pair_oracle import assert_pair, exact_pair
 from support.strategies import Recipe
 
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
-
 NAMES = tuple(column.name for column in gm.PAIR_COLUMNS)
 REAL = strategies.FLOATS + strategies.FP8
 needs_kernels = pytest.mark.skipif(not KERNELS, reason="needs kernels")

@@ -22,10 +22,7 @@ from support.compiling import Kept, graphs, needs_compiler, no_recompile
 from support.fake_device import DEVICES, Model, device_of, watch
 from support.recording import new_gradients, step_of
 
-pytestmark = [
-    pytest.mark.usefixtures("_dynamo"),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.usefixtures("_dynamo")
 
 
 def small_model():

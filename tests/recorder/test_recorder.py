@@ -28,10 +28,7 @@ from support.fake_device import DEVICES, Model, device_of, watch
 from support.recording import new_gradients, packed, step_of, written
 
 # the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = [
-    pytest.mark.usefixtures("_dynamo"),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.usefixtures("_dynamo")
 
 NAN, INF = math.nan, math.inf
 
