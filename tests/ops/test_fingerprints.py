@@ -222,22 +222,6 @@ def test_columns_do_not_depend_on_fingerprints(some):
 
 # the op
 
-OPCHECKED = {
-    "dtypes": lambda: [base(dtype) for dtype in strategies.FLOATS],
-    "complex": lambda: [base(torch.complex64).conj(), base(torch.complex128).t()],
-    "fp8": lambda: [base(dtype) for dtype in strategies.FP8],
-    "empty": lambda: [torch.empty(0), torch.empty(3, 0, dtype=torch.bfloat16)],
-}
-ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-@pytest.mark.parametrize("which", OPCHECKED)
-def test_opcheck_passes(which):
-    # the schema check compares inputs with arithmetic that torch lacks for fp8
-    checks = ALL_CHECKS[1:] if which == "fp8" else ALL_CHECKS
-    op = torch.ops.gradiometer.tensor_stats_fingerprints.default
-    torch.library.opcheck(op, (OPCHECKED[which](), *LIMITS, torch.tensor(0.5)), test_utils=checks)
-
 
 @pytest.mark.usefixtures("_dynamo")
 @every_backend
