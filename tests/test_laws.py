@@ -166,13 +166,6 @@ def test_the_same_call_twice_gives_the_same_bits(some):
     assert_same_bits(gm.collect(tensors), gm.collect(tensors))
 
 
-@pytest.fixture
-def number_of_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.skipif(KERNELS, reason="kernels run in one thread here")
 @pytest.mark.parametrize("values", ["normal", "wide", "nonfinite"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

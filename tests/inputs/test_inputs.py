@@ -498,40 +498,6 @@ def test_parameters_are_measured_as_tensors() -> None:
     assert type(stats.columns) is torch.Tensor
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_any_grad_mode_measures_the_same(mode: type) -> None:
-    values = numbers(5003)
-    with mode():
-        made_inside = torch.tensor(values)
-        assert_row(gm.collect({"x": made_inside}), "x", values)
-    # an inference tensor, after the mode has ended
-    assert_row(gm.collect({"x": made_inside}), "x", values)
-
-
-def test_autocast_does_not_change_what_is_measured() -> None:
-    values = [1.001 * x for x in numbers(5003)]
-    tensors = [torch.tensor(values), torch.tensor(values[:5])]
-    plain = gm.collect(tensors, inv_scale=0.1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(gm.collect(tensors, inv_scale=0.1).columns, plain.columns)
-
-
-def test_neither_a_default_dtype_nor_a_default_device_changes_what_is_measured() -> None:
-    values = numbers(5003)
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.ones(2), (3,))
-    tensors = {"x": torch.tensor(values), "y": torch.tensor([1e30, -1.0], dtype=torch.float64), "z": sparse}
-    plain = gm.collect(tensors, inv_scale=0.5)
-    torch.set_default_dtype(torch.float16)
-    try:
-        with torch.device("meta"):
-            stats = gm.collect(tensors, inv_scale=0.5)
-            report = stats.materialize()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(stats.columns, plain.columns)
-    assert report.total_norm == float(plain.total_norm)
-
-
 # inv_scale
 
 SCALES = {

@@ -172,15 +172,11 @@ def test_small_tensors_in_any_order_of_sizes():
     check([torch.randn(n, generator=g).half() for n in (500, 10, 0, 1, 30, 20, 40, 600)])
 
 
-def test_threads_change_nothing():
+def test_threads_change_nothing(number_of_threads):
     x = random_bits(2**21 + 5)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
-            check([x, x[:1000], x.bfloat16()])
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 8):
+        number_of_threads(threads)
+        check([x, x[:1000], x.bfloat16()])
     with one_thread():
         check([x])
 

@@ -166,15 +166,11 @@ def test_neither_the_order_of_tensors_nor_repeated_ones_matter():
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.skipif(KERNELS, reason="the kernels use no threads of the host")
-def test_the_number_of_threads_does_not_matter(threads):
+def test_the_number_of_threads_does_not_matter(threads, number_of_threads):
     tensors = [random_bits(torch.float32, 2**20 + 3), random_bits(torch.bfloat16, 2**20)]
     expected = found(tensors)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert found(tensors) == expected
-    finally:
-        torch.set_num_threads(before)
+    number_of_threads(threads)
+    assert found(tensors) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e5m2], ids=str)

@@ -516,16 +516,12 @@ def test_large_tensors_go_through_pieces(other):
 
 @only_eager
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_number_of_threads_does_not_matter(threads):
+def test_the_number_of_threads_does_not_matter(threads, number_of_threads):
     g = torch.Generator().manual_seed(0)
     sides = [[torch.randn(2**20 + 3, generator=g), torch.randn(5000, generator=g)] for _ in range(3)]
     expected = call(*sides)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert bit_patterns([call(*sides)]) == bit_patterns([expected])
-    finally:
-        torch.set_num_threads(before)
+    number_of_threads(threads)
+    assert bit_patterns([call(*sides)]) == bit_patterns([expected])
 
 
 @only_eager

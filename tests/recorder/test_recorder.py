@@ -27,7 +27,6 @@ from support.compiling import Kept, graphs, needs_compiler, no_recompile
 from support.fake_device import DEVICES, Model, device_of, watch
 from support.recording import new_gradients, packed, step_of, written
 
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
 pytestmark = pytest.mark.usefixtures("_dynamo")
 
 NAN, INF = math.nan, math.inf
