@@ -15,12 +15,11 @@ from gradiometer.stats.attention_taps import (
     tap_router,
 )
 from gradiometer.stats.block_formats import BlockLosses, block_losses
-from gradiometer.stats.check_replicas import check_replicas
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
 from gradiometer.stats.compare import collect_updates, compare, updates_of
 from gradiometer.stats.ema import EMA, Smoothed
 from gradiometer.stats.exponent_stats import ExponentStats, collect_exponents, precision_report
-from gradiometer.stats.fingerprint import NOT_COMPARED, fingerprint, leaves, texts
+from gradiometer.stats.fingerprint import NOT_COMPARED, check_replicas, fingerprint, leaves, texts
 from gradiometer.stats.float64_module import Float64Module, first_unfit
 from gradiometer.stats.group_ratio import group_ratio
 from gradiometer.stats.grouping import GroupRule, pairs_of

@@ -19,7 +19,7 @@ from gradiometer.columns import (
     power_of_two,
     quantile,
 )
-from gradiometer.inputs import Named, check_names, local_shards, named_parameters, named_tensors
+from gradiometer.inputs import Named, check_names, local_shards, named_parameters, named_tensors, present
 from gradiometer.stats.device_values import ExponentValues
 from gradiometer.stats.host_copy import fetch, outside_of_a_graph
 from gradiometer.stats.measure import over_ranks, plain, rows_by_device
@@ -210,11 +210,9 @@ def precision_report(
         return source.report(formats)
     if isinstance(source, nn.Module):
         parameters = named_parameters(source, what)
-        grads = [(f"{n}.grad", p.grad) for n, p in zip(*parameters, strict=True) if p.grad is not None]
-        named = Named(
-            (*parameters.names, *[name for name, _ in grads]),
-            [*parameters.tensors, *[grad for _, grad in grads]],
-        )
+        grads = present(parameters.names, [p.grad for p in parameters.tensors])
+        names = (*parameters.names, *[f"{name}.grad" for name in grads.names])
+        named = Named(names, [*parameters.tensors, *grads.tensors])
     else:
         named = named_tensors(source, what)
     return exponents_of(named, what).report(formats)

@@ -334,7 +334,8 @@ class ModuleReports(Mapping[str, Report]):
         cells = [_MODULES_HEADER, *[_module_cells(*each) for each in self.items()]]
         if any(report.ranks for report in self.values()):
             ranks = [text_table.named_ranks(each.ranks) for each in self.values()]
-            cells = text_table.with_ranks(cells, ranks)
+            # before the last column, the flags
+            cells = [(*row[:-1], rank, row[-1]) for row, rank in zip(cells, ["rank", *ranks], strict=True)]
         headline = _LOCAL if any(report.is_local for report in self.values()) else ""
         return Table(headline, cells[0], cells[1:])
 

@@ -248,9 +248,10 @@ class TableReport(Mapping[str, Row]):
             lists.append([[*flag_names(bits)] for bits in flags.tolist()])
         if fingerprints is not None:
             keys.append("fingerprint")
-            lists.append([_text(Fingerprint.of_row(row)) for row in fingerprints.tolist()])
-        found = zip(*lists, strict=True)
-        return {name: dict(zip(keys, row, strict=True)) for name, row in zip(names, found, strict=True)}
+            found = map(Fingerprint.of_row, fingerprints.tolist())
+            lists.append([None if bits is None else str(bits) for bits in found])
+        rows = zip(*lists, strict=True)
+        return {name: dict(zip(keys, row, strict=True)) for name, row in zip(names, rows, strict=True)}
 
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas DataFrame, a row per name, indexed by name.
@@ -369,10 +370,6 @@ class TableReport(Mapping[str, Row]):
     def _rest(self, rows: Sequence[Row]) -> str:
         """Return a line about rows that the table leaves out."""
         return f"… {len(rows)} more"
-
-
-def _text(fingerprint: Fingerprint | None) -> str | None:
-    return None if fingerprint is None else str(fingerprint)
 
 
 def frame(rows: Mapping[str, Mapping[str, Any]], index: str, names: list[str]) -> pd.DataFrame:
