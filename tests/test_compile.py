@@ -27,12 +27,11 @@ from support.compiling import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("_dynamo")
 
 
-STEPS = 20
 EVERYTHING = {"all": "."}
 
 
@@ -61,11 +60,6 @@ def assert_same(stats: gm.TensorStats, expected: gm.TensorStats) -> None:
     # bit for bit; NaN does not occur in raw columns
     assert torch.equal(stats.columns, expected.columns)
     assert torch.equal(stats.flags, expected.flags)
-
-
-def assert_near(a: Iterable[Tensor], b: Iterable[Tensor]) -> None:
-    for left, right in zip(a, b, strict=True):
-        torch.testing.assert_close(left, right)
 
 
 # whole steps

@@ -335,10 +335,6 @@ def thresholds(model: nn.Module) -> Any:
     return gm.collect_grads(model, thresholds=gm.Thresholds(exploding=1e-3, vanishing=0.0))
 
 
-def no_rows(model: nn.Module) -> Any:
-    return gm.collect_grads(model.requires_grad_()), gm.collect([]), gm.collect([]).group({"all": "."})
-
-
 def coefficient(model: nn.Module) -> Any:
     stats = gm.collect_grads(model)
     return gm.clip_coefficient(stats, 0.1), gm.clip_coefficient(stats, torch.tensor(0.2), "inf"), stats

@@ -62,7 +62,7 @@ from kernels_bench.machine_code.disassembly import (
     parse_sass,
 )
 from kernels_bench.machine_code.report import measures
-from kernels_bench.machine_code.roofline import GPUS, binding, times
+from kernels_bench.machine_code.roofline import GPUS, Gpu, binding, times
 
 pytestmark = pytest.mark.usefixtures("triton_cache")
 
@@ -522,6 +522,12 @@ def test_the_variants_of_a_kernel_are_told_apart():
 # the least time of a pass over memory that follows from the code
 
 
+def assert_memory_binds(gpu: Gpu, code: Code, size: int) -> None:
+    row = measures(code, size)
+    seconds = times(gpu, size, row["slots"], row["fp64"], row["conversions"])
+    assert binding(seconds) == "memory", seconds
+
+
 @every_dtype
 @pytest.mark.parametrize("name", ["A100", "H100", "H200"])
 def test_memory_is_predicted_to_bind(name, dtype):
@@ -530,9 +536,7 @@ def test_memory_is_predicted_to_bind(name, dtype):
     # sm_80's are compiled elsewhere in one dtype only
     codes += [activation_code(gpu.target, dtype)] if gpu.target == "sm_90" else []
     for code in codes:
-        row = measures(code, dtype.itemsize)
-        seconds = times(gpu, dtype.itemsize, row["slots"], row["fp64"], row["conversions"])
-        assert binding(seconds) == "memory", seconds
+        assert_memory_binds(gpu, code, dtype.itemsize)
 
 
 # the moments kernel that also adds up the bits for fingerprints
@@ -562,9 +566,7 @@ def test_a_fingerprint_costs_few_instructions_and_no_load(target, dtype):
 @pytest.mark.parametrize("name", ["A100", "H100", "H200"])
 def test_memory_is_predicted_to_bind_with_a_fingerprint(name, dtype):
     gpu = next(gpu for gpu in GPUS if gpu.name == name)
-    row = measures(moments_code(gpu.target, dtype, fingerprint=True), dtype.itemsize)
-    seconds = times(gpu, dtype.itemsize, row["slots"], row["fp64"], row["conversions"])
-    assert binding(seconds) == "memory", seconds
+    assert_memory_binds(gpu, moments_code(gpu.target, dtype, fingerprint=True), dtype.itemsize)
 
 
 # the pairs kernel: a and b, or also g
@@ -632,10 +634,7 @@ def test_the_narrower_of_two_dtypes_is_loaded_8_bytes_at_a_time(dtypes):
 @pytest.mark.parametrize("name", ["A100", "H100", "H200"])
 def test_memory_is_predicted_to_bind_the_pairs_kernel(name, dtypes):
     gpu = next(gpu for gpu in GPUS if gpu.name == name)
-    size = pair_bytes(dtypes)
-    row = measures(pairs_code(gpu.target, dtypes), size)
-    seconds = times(gpu, size, row["slots"], row["fp64"], row["conversions"])
-    assert binding(seconds) == "memory", seconds
+    assert_memory_binds(gpu, pairs_code(gpu.target, dtypes), pair_bytes(dtypes))
 
 
 def test_pairs_of_one_tuple_of_dtypes_share_a_launch():

@@ -551,14 +551,6 @@ def test_nothing_waits(device, weights):
         assert skip.dtype == torch.bool
 
 
-def test_its_buffers_are_no_parameters():
-    model = model_of()
-    recorder = Recorder(model, capacity=2)
-    assert list(recorder.parameters()) == []
-    assert recorder.capacity == 2
-    assert recorder.read() == []
-
-
 def test_what_a_record_keeps_is_not_mistaken_for_a_statistic():
     recorder = gm.Recorder(torch.nn.Linear(2, 1))
     recorder.record()

@@ -258,18 +258,6 @@ def test_a_merge_takes_flags_anew_from_its_own_thresholds() -> None:
     assert dead.merge(dead).flags.tolist() == dead.flags.tolist()
 
 
-def test_merging_changes_neither_side_and_an_empty_side_changes_nothing() -> None:
-    stats = stats_of_all()
-    before = stats.columns.clone()
-    empty = gm.collect({name: torch.empty(0) for name in TENSORS})
-    assert same_stats(stats.merge(empty), stats)
-    assert same_stats(empty.merge(stats), stats)
-    stats.merge(stats)
-    assert same(stats.columns, before)
-    nothing = gm.collect({})
-    assert nothing.merge(nothing).measured is False
-
-
 # snapshots
 
 
