@@ -20,14 +20,13 @@ from gradiometer.columns import (
     FORMATS,
     HIGHEST_BINADE,
     LOWEST_BINADE,
-    MAX_SCALE,
-    MIN_SCALE,
     best_scales,
     bin_of,
     losses,
     of_binades,
     quantile,
 )
+from gradiometer.columns.exponents import MAX_SCALE, MIN_SCALE
 from gradiometer.ops import exponent_codes
 from support import strategies
 

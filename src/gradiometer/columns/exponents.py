@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns.schema import Column, Derived, Schema
+from gradiometer.columns.schema import Derived, Schema
+from gradiometer.columns.tensors import count_of
 
 if TYPE_CHECKING:
     from gradiometer.columns.schema import Row
@@ -256,13 +257,10 @@ _OF: Final = "floor(log2 |x|) of the {} finite element; 0 if there is none"
 EXPONENTS: Final = Schema(
     "exponents",
     (
-        Column("n_zero", "sum", "1", "elements equal to 0", "zeros", "count", "elements"),
-        *[
-            Column(f"bin_{i}", "sum", "1", "finite elements in this bin", "", "count", "elements")
-            for i in range(1, _INF)
-        ],
-        Column("n_inf", "sum", "1", "+Inf and -Inf elements", "±Inf", "rare", "elements"),
-        Column("n_nan", "sum", "1", "NaN elements", "NaN", "rare", "elements"),
+        count_of("n_zero", "elements equal to 0", "zeros"),
+        *[count_of(f"bin_{i}", "finite elements in this bin") for i in range(1, _INF)],
+        count_of("n_inf", "+Inf and -Inf elements", "±Inf", "rare"),
+        count_of("n_nan", "NaN elements", "NaN", "rare"),
     ),
     (
         Derived("numel", lambda row: row.columns.sum(-1), "elements", "elements", "count"),

@@ -12,7 +12,7 @@ from gradiometer.columns.schema import Column, Derived, Flag, Schema
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradiometer.columns.schema import Row
+    from gradiometer.columns.schema import Row, Style
 
 
 def _n_inf(row: Row) -> Tensor:
@@ -48,6 +48,13 @@ def _std(row: Row) -> Tensor:
     return sqrt((_per_finite(row, "sumsq") - average * average).clamp(min=0.0))
 
 
+def count_of(
+    name: str, meaning: str, heading: str = "", style: Style = "count", unit: str = "elements"
+) -> Column:
+    """Return a column of counts, which merge by sum."""
+    return Column(name, "sum", "1", meaning, heading, style, unit)
+
+
 # of every schema with the columns that they need
 STATISTICS: Final = (
     Derived("n_inf", _n_inf, "infinite elements of either sign", "±Inf", "rare"),
@@ -65,13 +72,13 @@ ZERO_FRACTION: Final = Derived(
 TENSORS: Final = Schema(
     "tensors",
     (
-        Column("numel", "sum", "1", "elements", "elements", "count", "elements"),
+        count_of("numel", "elements", "elements"),
         Column("sumsq", "sum", "s*s", "sum of x**2 over finite elements, squared and accumulated in fp64"),
         Column("sum", "sum", "s", "sum of x over finite elements", signed=True),
-        Column("n_zero", "sum", "1", "elements equal to 0, including -0", "zeros", "count", "elements"),
-        Column("n_nan", "sum", "1", "NaN elements", "NaN", "rare", "elements"),
-        Column("n_posinf", "sum", "1", "+Inf elements", "+Inf", "rare", "elements"),
-        Column("n_neginf", "sum", "1", "-Inf elements", "-Inf", "rare", "elements"),
+        count_of("n_zero", "elements equal to 0, including -0", "zeros"),
+        count_of("n_nan", "NaN elements", "NaN", "rare"),
+        count_of("n_posinf", "+Inf elements", "+Inf", "rare"),
+        count_of("n_neginf", "-Inf elements", "-Inf", "rare"),
         Column("abs_max", "max", "|s|", "largest finite magnitude, 0 if there is none", "abs max", "finite"),
     ),
     (*STATISTICS, ZERO_FRACTION),

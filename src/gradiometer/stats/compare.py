@@ -110,12 +110,10 @@ def updates_of(parameters: Named, snapshot: Snapshot, grads: Named, what: str) -
     weights = local_shards(parameters, what)
     sides = snapshot.pairs_of(weights, [there.get(name) for name in weights.names], what)
     stats = _measure(*sides, what)
-    return stats if snapshot.scale is None else _scaled(stats, snapshot.scale)
-
-
-def _scaled(stats: PairStats, scale: Tensor) -> PairStats:
+    if snapshot.scale is None:
+        return stats
     sums, maxima = PAIRS.by_merge(stats.columns)
-    return PairStats(stats.names, torch.cat([sums * scale, maxima], dim=1))
+    return PairStats(stats.names, torch.cat([sums * snapshot.scale, maxima], dim=1))
 
 
 def _named(source: Parameters, what: str) -> Named:

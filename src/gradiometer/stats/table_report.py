@@ -53,15 +53,9 @@ def report_of(
 ) -> TableReport[Any]:
     """Return the report of columns on the host: that of their schema, such as `Report`, or a `TableReport`.
 
-    Args:
-        schema: of the columns.
-        names: T names.
-        columns: ``(T, C)`` of the schema's dtype.
-        flags: ``(T,) int32``; None: the report shows no flags, but `Report` computes them.
-        thresholds: limits of the flags.
-        fingerprints: ``(T, 3) int64``.
-        ranks: name -> the first rank with a NaN or Inf; None if the statistics are not those of all ranks.
-        is_local: whether these are statistics of this rank's shards only.
+    ``columns`` are ``(T, C)``, ``flags`` ``(T,) int32`` and ``fingerprints`` ``(T, 3) int64``. Without flags
+    the report shows none, but `Report` computes them. ``ranks`` are None if the statistics are not those of
+    all ranks; for the others see `TableReport`.
     """
     return _CLASSES.get(schema, TableReport)(
         names,
