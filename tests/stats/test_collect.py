@@ -183,12 +183,6 @@ def test_a_subclass_of_parameter_is_measured_in_eager_and_compiled() -> None:
 # grad_norm
 
 
-def test_grad_norm_is_a_python_float() -> None:
-    norm = gm.grad_norm(parameters_with(torch.tensor([3.0]), torch.tensor([[4.0]])))
-    assert type(norm) is float
-    assert norm == 5.0
-
-
 @pytest.mark.parametrize("empty", [[], nn.ReLU(), nn.Linear(2, 1), {}], ids=repr)
 def test_grad_norm_without_gradients_is_what_the_caller_says(empty: object) -> None:
     assert gm.grad_norm(empty) == 0.0
@@ -204,7 +198,8 @@ def test_grad_norm_without_gradients_is_what_the_caller_says(empty: object) -> N
 
 @pytest.mark.parametrize("empty", [0.0, None, -1.0, "raise"])
 def test_grad_norm_with_gradients_never_asks_what_empty_means(empty: object) -> None:
-    assert gm.grad_norm(parameters_with(torch.tensor([-2.0]), None), empty=empty) == 2.0
+    norm = gm.grad_norm(parameters_with(torch.tensor([-2.0]), None), empty=empty)
+    assert (type(norm), norm) == (float, 2.0)
     # a gradient of zeros, or one without elements, is a gradient
     assert gm.grad_norm(parameters_with(torch.zeros(3)), empty=empty) == 0.0
     assert gm.grad_norm(parameters_with(torch.zeros(0)), empty=empty) == 0.0

@@ -217,18 +217,6 @@ def test_without_any_gradient():
     assert found["bias"].unchanged_fraction == 1.0
 
 
-def test_sparse_gradients_count_as_dense():
-    model = nn.Embedding(6, 4, sparse=True)
-    snapshot = gm.Snapshot(model)
-    model(torch.tensor([1, 1, 4])).sum().backward()
-    with torch.no_grad():
-        model.weight.sub_(model.weight.grad.to_dense())
-    found = gm.collect_updates(model, snapshot)
-    old = next(snapshot.buffers())
-    assert_pair(row(found, "weight"), model.weight, old, model.weight.grad.to_dense())
-    assert found.n_nonzero_g.tolist() == [8]
-
-
 def test_complex_parameters():
     weight = nn.Parameter(torch.randn(30, 3, dtype=torch.complex64))
     snapshot = gm.Snapshot([weight])

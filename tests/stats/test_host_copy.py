@@ -325,17 +325,6 @@ def test_what_training_does_next_changes_nothing(where):
     assert rows(found["more"][0]) == rows(expected["more"][0])
 
 
-def test_a_report_of_its_own_is_a_snapshot_too(device):
-    stats = gm.collect({"x": torch.ones(4)})
-    pendings = [stats.materialize_async(), away(stats).materialize_async()]
-    stats.columns.zero_()
-    stats.flags.fill_(31)
-    for pending in pendings:
-        assert pending.result()["x"].norm == 2.0
-        assert not pending.result()["x"].flags
-    assert len(device.queue) == 1
-
-
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "in a tree"])
 def test_what_is_copied_lives_until_the_copy_has_been_read(alone):

@@ -110,14 +110,6 @@ def test_names_are_a_tuple_and_flags_a_bit_mask() -> None:
     assert stats.measured is True
 
 
-def test_total_is_all_rows_merged() -> None:
-    total = dict(zip(RAW, stats_of_all().total.tolist(), strict=True))
-    rows = [expected(name) for name in TENSORS]
-    for field in RAW[:-1]:
-        assert total[field] == sum(row[field] for row in rows)
-    assert total["abs_max"] == 12.0
-
-
 @pytest.mark.parametrize(
     ("tensors", "found"),
     [
