@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
-from gradiometer.columns import (
+from gradiometer.columns.health import (
     EXPLODING_WEIGHT,
     HEALTH,
     MAX_NORM_RATIO,

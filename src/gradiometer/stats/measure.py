@@ -169,6 +169,7 @@ def _any_dtensor(named: Named) -> bool:
     return any([is_dtensor(kind) for kind in {type(tensor) for tensor in named.tensors}])
 
 
+@torch.no_grad()
 def measure(
     named: Named,
     caller: str,
@@ -180,23 +181,6 @@ def measure(
     home: torch.device | None = None,
 ) -> TensorStats:
     """Measure named tensors as `collect` does; ``caller`` names the caller in error messages."""
-    with torch.no_grad():
-        stats = _measure_named(named, thresholds, inv_scale, caller, home, fingerprint=fingerprint)
-    if not skip_nonfinite:
-        return stats
-    flags = TENSORS.flags_of(stats.columns, thresholds, skip_nonfinite=True)
-    return replace(stats, flags=flags, skip_nonfinite=True)
-
-
-def _measure_named(
-    named: Named,
-    thresholds: Thresholds,
-    inv_scale: Tensor | float | None,
-    caller: str,
-    home: torch.device | None,
-    *,
-    fingerprint: bool,
-) -> TensorStats:
     if not isinstance(thresholds, Thresholds):
         msg = f"{caller}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
         raise TypeError(msg)
@@ -211,21 +195,21 @@ def _measure_named(
         columns = torch.empty((0, TENSORS.width), dtype=torch.float64, device=home or "cpu")
         bits = columns.new_empty((0, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64) if fingerprint else None
         flags = columns.new_empty((0,), dtype=torch.int32)
-        return TensorStats(names, columns, flags, thresholds, fingerprints=bits)
+        return TensorStats(names, columns, flags, thresholds, skip_nonfinite, fingerprints=bits)
     if any([is_plain_subclass(kind) for kind in traits.types]):
         # neither a subclass's own operators nor its type may affect the result
         tensors = [t.as_subclass(Tensor) if is_plain_subclass(type(t)) else t for t in tensors]
     sparse = torch.sparse_coo in traits.layouts
     values = dense if fingerprint else _values
     stored = [values(tensor) for tensor in tensors] if sparse else tensors
-    devices = traits.devices
     columns, flags, bits = _measure_tensors(
-        stored, devices, thresholds, inv_scale, plan, fingerprint=fingerprint
+        stored, traits.devices, thresholds, inv_scale, plan, fingerprint=fingerprint
     )
     if sparse:
         columns = _add_implicit_zeros(columns, tensors, stored)
-        flags = TENSORS.flags_of(columns, thresholds)
-    return TensorStats(names, columns, flags, thresholds, fingerprints=bits)
+    if sparse or skip_nonfinite:
+        flags = TENSORS.flags_of(columns, thresholds, skip_nonfinite=skip_nonfinite)
+    return TensorStats(names, columns, flags, thresholds, skip_nonfinite, fingerprints=bits)
 
 
 def _measure_tensors(
