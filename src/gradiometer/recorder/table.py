@@ -171,10 +171,6 @@ class Table:
         )
 
     def stats(self) -> Any:
-        """Return the measured rows as stats on the CPU, such as `gradiometer.ExponentStats`.
-
-        Raises:
-            TypeError: for a schema without such a class.
-        """
+        """Return the measured rows as stats on the CPU, such as `gradiometer.ExponentStats`."""
         names = tuple(itertools.compress(self.rows.names, self.measured.tolist()))
         return stats_of(self.kind.schema, names, self.values[self.measured])
