@@ -30,11 +30,8 @@ class ExponentStores(Float64Module):
     it was measured; the last row has only the step. Each cursor is a `gradiometer.columns.Cursor` on the same
     device, so that no device waits for another.
 
-    Args:
-        rows: the rows of the N parameters.
-        parameters: these.
-        kinds: K kinds; the tensors of each kind are on the devices of the parameters.
-        every: steps divisible by this are due.
+    There are rows for N parameters and K kinds; the tensors of each kind are on the devices of the
+    parameters. Steps divisible by ``every`` are due.
     """
 
     def __init__(self, rows: Rows, parameters: Sequence[Tensor], kinds: tuple[Kind, ...], every: int) -> None:

@@ -75,16 +75,8 @@ class StreamOrder:
 class StepRing(Float64Module):
     """The buffers that recorded steps are written to, and what moves them from step to step.
 
-    Args:
-        catalog: the tables of a step.
-        thresholds: limits of the flags.
-        capacity: the number of steps.
-        home: the device.
-        fingerprint: whether kinds that can have fingerprints have them.
-        parameters: the parameters, in the order of the catalog.
-
-    Raises:
-        ValueError: if the ring cannot be allocated.
+    They are on the device ``home``; a ValueError if it has too little memory for ``capacity`` steps. The
+    parameters are in the order of the catalog.
     """
 
     ring: Tensor
