@@ -346,18 +346,10 @@ class ModuleReports(Mapping[str, Report]):
 # field -> function that reads it from a module's report
 _MODULE_FIELDS: Final[dict[str, Callable[[Report], Any]]] = {
     "tensors": len,
-    "numel": attrgetter("total.numel"),
-    "norm": attrgetter("total.norm"),
-    "min_norm": attrgetter("min_norm"),
-    "max_norm": attrgetter("max_norm"),
-    "norm_ratio": attrgetter("norm_ratio"),
-    "rms": attrgetter("total.rms"),
-    "mean": attrgetter("total.mean"),
-    "std": attrgetter("total.std"),
-    "abs_max": attrgetter("total.abs_max"),
-    "zero_fraction": attrgetter("zero_fraction"),
-    "n_nan": attrgetter("n_nan"),
-    "n_inf": attrgetter("n_inf"),
+    **{name: attrgetter(f"total.{name}") for name in ("numel", "norm")},
+    **{name: attrgetter(name) for name in ("min_norm", "max_norm", "norm_ratio")},
+    **{name: attrgetter(f"total.{name}") for name in ("rms", "mean", "std", "abs_max")},
+    **{name: attrgetter(name) for name in ("zero_fraction", "n_nan", "n_inf")},
     # shares of the module's tensors with each flag
     "vanishing_fraction": lambda report: len(report.vanishing) / len(report),
     "exploding_fraction": lambda report: len(report.exploding) / len(report),
