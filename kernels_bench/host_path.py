@@ -28,7 +28,7 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer import ops
-from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import DEFAULT_THRESHOLDS, TENSORS
 from gradiometer.ops import dispatch, launch_plans, uploads
 from kernels_bench import scripts
 
@@ -46,7 +46,7 @@ class Stub:
 
     def __init__(self, count, device):
         self.launches = 0
-        columns = torch.zeros((count, NUM_COLUMNS), dtype=torch.float64, device=device)
+        columns = torch.zeros((count, TENSORS.width), dtype=torch.float64, device=device)
         self.results = columns, torch.zeros((count,), dtype=torch.int32, device=device)
 
     def __call__(self, *_, **__):

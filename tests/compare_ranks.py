@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import gradiometer as gm
-from gradiometer.columns import COLUMN_INDEX
+from gradiometer.columns import TENSORS
 from support.oracle import COUNTS, exact
 from support.rank_models import CASES, KINDS, Collectives, alone, names_and_parameters
 from support.rank_pool import RankPool
@@ -78,7 +78,7 @@ def compare(kind, size, found):
     counts, worst, worst_sum = 0, 0.0, 0.0
     for one in found:
         for name, true in expected.items():
-            row = dict(zip(COLUMN_INDEX, one["columns"][name], strict=True))
+            row = dict(zip(TENSORS.index, one["columns"][name], strict=True))
             counts += sum(row[column] != getattr(true, column) for column in COUNTS)
             worst = max(
                 worst, abs(math.sqrt(row["sumsq"]) / true.norm - 1), abs(row["abs_max"] / true.abs_max - 1)

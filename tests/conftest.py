@@ -130,12 +130,17 @@ def _eager_backend(_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread: short parallel loops would wait for cores that other processes use."""
+def number_of_threads() -> Iterator[Callable[[int], None]]:
+    """Return a function that sets torch's number of threads, for this test."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
+    yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def _one_thread(number_of_threads: Callable[[int], None]) -> None:
+    """Limit torch to one thread: short parallel loops would wait for cores that other processes use."""
+    number_of_threads(1)
 
 
 @pytest.fixture

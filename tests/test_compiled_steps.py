@@ -16,14 +16,12 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import os
 import pickle
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,9 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
 from gradiometer.distributed.sharding import Sharding
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+from support.compiling import needs_compiler, no_recompile
 
 pytestmark = [
     pytest.mark.usefixtures("_dynamo", "_one_thread"),
@@ -51,10 +47,6 @@ pytestmark = [
 ]
 
 STEPS = 4
-_HAS_COMPILER = any(name and shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++"))
-needs_compiler = pytest.mark.skipif(
-    not _HAS_COMPILER, reason="Inductor needs a C++ compiler for CPU code, but none was found"
-)
 
 
 # models and batches
@@ -341,10 +333,6 @@ def scaled(model: nn.Module) -> Any:
 
 def thresholds(model: nn.Module) -> Any:
     return gm.collect_grads(model, thresholds=gm.Thresholds(exploding=1e-3, vanishing=0.0))
-
-
-def no_rows(model: nn.Module) -> Any:
-    return gm.collect_grads(model.requires_grad_()), gm.collect([]), gm.collect([]).group({"all": "."})
 
 
 def coefficient(model: nn.Module) -> Any:
@@ -875,7 +863,7 @@ CASES = (
     Case("parameters as pairs, a list, tensors", tell=asked(pairs)),
     Case("no rows", tell=lambda _: lambda: (gm.collect([]), gm.collect([]).group({"all": "."})), deep=True),
     Case("collected between two backwards", between, deep=True),
-    Case("weights before and after", around_update, asked(gm.collect_weights), deep=True),
+    Case("weights before and after", around_update, asked(gm.collect_weights)),
     Case(
         "two models",
         of_two,
@@ -890,7 +878,7 @@ CASES = (
         model=lambda: models({"a": small(), "b": small()}),
     ),
     Case("accumulated in the graph", accumulated, deep=True),
-    Case("grad_and_value", part(functional, how="grad_and_value"), deep=True),
+    Case("grad_and_value", part(functional, how="grad_and_value")),
     Case("autograd.grad", part(functional, how="autograd.grad"), deep=True),
     Case("collected in autograd.Function.backward", tell=asked(watched), model=Watched, replayed=True),
     # parameters
@@ -1003,10 +991,6 @@ def forget_none() -> None:
     constant.CONSTANT_VARIABLE_NONE.source = None
 
 
-def no_recompile() -> AbstractContextManager[Any]:
-    return torch._dynamo.config.patch(error_on_recompile=True)
-
-
 def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
     """Return a case's batches, the same in every call."""
     torch.manual_seed(1)
@@ -1042,13 +1026,15 @@ def weights_without_telemetry(case: Case) -> list[Mapping[str, Tensor]]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.name.replace(" ", "-"), marks=(pytest.mark.deep,) if case.deep else ())
+        pytest.param(
+            case,
+            id=case.name.replace(" ", "-"),
+            marks=[pytest.mark.deep] * case.deep + [needs_compiler] * ("backend" in case.options),
+        )
         for case in CASES
     ],
 )
 def test_a_compiled_step(case, monkeypatch, record_property):
-    if case.options.get("backend") == "inductor" and not _HAS_COMPILER:
-        pytest.skip("Inductor needs a C++ compiler for CPU code, but none was found")
     start = time.monotonic()
     monkeypatch.setattr(sys.modules[__name__], "_OPTIONS", dict(case.options))
     forget_none()

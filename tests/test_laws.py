@@ -16,11 +16,6 @@ from support import oracle, strategies
 from support.gradients import bits
 from support.strategies import Recipe, lists, recipes
 
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
-
 NAMES = tuple(column.name for column in gm.COLUMNS)
 EXACT = [i for i, name in enumerate(NAMES) if name not in {"sumsq", "sum"}]
 
@@ -169,13 +164,6 @@ def test_a_crowd_of_equal_tensors_gets_equal_rows(count, n, dtype):
 def test_the_same_call_twice_gives_the_same_bits(some):
     tensors = [recipe.tensor() for recipe in some]
     assert_same_bits(gm.collect(tensors), gm.collect(tensors))
-
-
-@pytest.fixture
-def number_of_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(KERNELS, reason="kernels run in one thread here")

@@ -17,11 +17,6 @@ from gradiometer import Flag, Thresholds
 from support import oracle, strategies
 from support.strategies import Recipe, recipes
 
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
-
 RAW = tuple(column.name for column in gm.COLUMNS)
 DERIVED = ("n_inf", "n_nonfinite", "finite_norm", "norm", "rms", "mean", "std", "zero_fraction")
 
@@ -60,14 +55,6 @@ def test_a_sparse_tensor_is_measured_with_its_zeros(recipe):
     oracle.assert_same_counts(measured, expected)
     oracle.assert_within_bounds(measured, expected)
     assert measured["flags"] == measure(x)["flags"]
-
-
-@pytest.mark.parametrize("dtype", strategies.FLOATS)
-def test_duplicate_coordinates_of_a_sparse_tensor_are_added_up(dtype):
-    values = torch.tensor([[3.0, 1.0], [-3.0, 2.0], [4.0, -5.0]], dtype=dtype)
-    x = torch.sparse_coo_tensor(torch.tensor([[1, 1, 6]]), values, (9, 2))
-    assert measure(x)["norm"] == math.sqrt(3**2 + 4**2 + 5**2)
-    oracle.assert_same_counts(measure(x), oracle.exact(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -199,17 +186,6 @@ def test_a_subnormal_number_is_measured_unless_the_cpu_or_the_interpreter_flushe
 def _counted(stats):
     places = [RAW.index(name) for name in ("n_zero", "abs_max", "sum")]
     return stats.columns[:, places].tolist()
-
-
-@given(recipes(strategies.FLOATS, largest=2**16))
-def test_norm_says_what_torch_says_of_the_same_numbers_in_double(recipe):
-    x = recipe.tensor()
-    ours, theirs = measure(x)["norm"], torch.linalg.vector_norm(x.double()).item()
-    assert math.isnan(ours) == math.isnan(theirs)
-    assert math.isinf(ours) == math.isinf(theirs)
-    if math.isfinite(ours):
-        # theirs may add sequentially: n roundings of u, half of that in the root
-        assert close(ours, theirs, oracle.NORM_BOUND + x.numel() * oracle.U)
 
 
 @given(recipes())

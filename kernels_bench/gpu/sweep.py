@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradiometer import ops
-from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS
+from gradiometer.columns import DEFAULT_THRESHOLDS, TENSORS
 from gradiometer.kernels import tuning
 from gradiometer.ops import launch_plans
 from kernels_bench import machine, scripts
@@ -107,7 +107,7 @@ def prepare(tensors, norms, change: dict, device: str):
     """Check a candidate on one list; return a call that measures the list with it."""
     dtype = tensors[0].dtype
     with tuned(dtype, change):
-        found = measure(tensors)[0][:, COLUMN_INDEX["sumsq"]].sqrt()
+        found = measure(tensors)[0][:, TENSORS.index["sumsq"]].sqrt()
         if not torch.all((found - norms).abs() <= TOLERANCE * norms):
             raise AssertionError("wrong norms")
         if device == "cpu":

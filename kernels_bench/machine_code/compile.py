@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from gradiometer.columns import CURSOR_SIZE, DEFAULT_THRESHOLDS, NUM_ACTIVATION_COLUMNS, Thresholds
+from gradiometer.columns import ACTIVATIONS, CURSOR_SIZE, DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.kernels import ACTIVATION_PARTIALS, activation, tuning
 from gradiometer.ops import dispatch
 from kernels_bench.machine_code.disassembly import Listing, Loop, is_spill, parse_amdgcn, parse_sass
@@ -173,7 +173,7 @@ def moments_code(target: str, dtype: torch.dtype, *, fingerprint: bool = False) 
 def activation_launch(x: torch.Tensor, target: str = "sm_90", channel_dim: int = -1) -> Launch:
     """Return the launch that measuring this activation makes on such a GPU."""
     fp64, int32 = {"dtype": torch.float64}, {"dtype": torch.int32}
-    store, cursor = torch.zeros(1, NUM_ACTIVATION_COLUMNS, **fp64), torch.zeros(CURSOR_SIZE, **fp64)
+    store, cursor = torch.zeros(1, ACTIVATIONS.width, **fp64), torch.zeros(CURSOR_SIZE, **fp64)
     partials, counter = torch.zeros(ACTIVATION_PARTIALS, **fp64), torch.zeros(1, **int32)
     alive = torch.zeros(x.shape[channel_dim], **int32)
     with recorded_launches() as launches, launching_for(target):

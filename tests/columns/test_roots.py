@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gradiometer as gm
 from conftest import INTERPRETED, KERNELS
 from gradiometer import Flag, Thresholds
-from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS, TENSORS, roots, sqrt
+from gradiometer.columns import TENSORS, roots, sqrt
 from support.compiling import inductor, needs_compiler
 
 pytestmark = pytest.mark.usefixtures("_dynamo")
@@ -170,9 +170,9 @@ def test_a_build_without_vector_math_takes_the_plain_root(monkeypatch):
 
 def stats_of(sumsq):
     """Return statistics of tensors with these sums of squares."""
-    columns = torch.zeros(len(sumsq), NUM_COLUMNS, dtype=torch.float64)
-    columns[:, COLUMN_INDEX["numel"]] = 1.0
-    columns[:, COLUMN_INDEX["sumsq"]] = sumsq
+    columns = torch.zeros(len(sumsq), TENSORS.width, dtype=torch.float64)
+    columns[:, TENSORS.index["numel"]] = 1.0
+    columns[:, TENSORS.index["sumsq"]] = sumsq
     flags = torch.zeros(len(sumsq), dtype=torch.int32)
     names = tuple(map(str, range(len(sumsq))))
     return gm.TensorStats(names, columns, flags, Thresholds())
@@ -219,7 +219,7 @@ def test_total_norms_are_roots_of_all_squares(compiler):
 def test_norms_of_tensors_are_roots_of_their_squares(compiler):
     def measure(tensors):
         stats = gm.collect(tensors)
-        return stats.sumsq, *norms(stats), stats.total[COLUMN_INDEX["sumsq"]], gm.total_norm(tensors)
+        return stats.sumsq, *norms(stats), stats.total[TENSORS.index["sumsq"]], gm.total_norm(tensors)
 
     function = measure if compiler is None else torch.compile(measure, fullgraph=True, backend=compiler)
     for _ in range(3):

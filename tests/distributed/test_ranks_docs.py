@@ -105,7 +105,7 @@ def test_a_loop_like_torchtitans(tmp_path):
     recorded = read_run(tmp_path / "runs/titan")
     expected = [f"{i}.{name}.weight" for i in range(3) for name in ("norm", "w1", "w2")]
     assert recorded.catalog.names == tuple(expected)
-    assert set(recorded.catalog.shapes) == {(16,), (64, 16), (16, 64)}
+    assert set(recorded.catalog.parameters.shapes) == {(16,), (64, 16), (16, 64)}
 
 
 def test_the_lines_between_them_run_in_one_process():

@@ -52,7 +52,7 @@ def records(rank, size, kind):
         assert torch.equal(record.columns(table), stats.columns)
         assert torch.equal(record.flags(table), stats.flags)
     assert record.catalog.names == ranks.local_names
-    assert record.catalog.shapes == tuple([tuple(p.shape) for p in whole(DOUBLE).parameters()])
+    assert record.catalog.parameters.shapes == tuple([tuple(p.shape) for p in whole(DOUBLE).parameters()])
     assert len(calls) == 1
     # stats that were measured before are recorded in the same way
     recorder.advance()

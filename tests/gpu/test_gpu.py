@@ -22,7 +22,7 @@ from torch.nn.functional import mse_loss
 
 import gradiometer as gm
 from gradiometer import clip_grad_norm_, collect_and_clip_, ops
-from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import DEFAULT_THRESHOLDS, TENSORS
 from gradiometer.ops import launch_plans, uploads
 from support.gpu import (
     DEVICE,
@@ -290,7 +290,7 @@ def test_nothing_waits_for_the_device():
             model.renew_gradients(factor)
             stats = gm.collect_grads(model)
             for name in (
-                *COLUMN_INDEX,
+                *TENSORS.index,
                 "norm",
                 "rms",
                 "mean",
@@ -404,7 +404,7 @@ def test_tables_that_are_replaced_are_not_written_while_they_are_read():
         expected.append([float(i)] * 3)
         # freed, so that later lists and tables may reuse the memory
         del tensors
-    assert [columns[:, COLUMN_INDEX["abs_max"]].tolist() for columns in results] == expected
+    assert [columns[:, TENSORS.index["abs_max"]].tolist() for columns in results] == expected
 
 
 def test_models_of_the_same_shapes_do_not_share_what_they_measure():
@@ -503,7 +503,7 @@ def test_weights_and_gradients_on_two_threads_keep_to_themselves():
         with torch.cuda.stream(stream):
             for _ in range(50):
                 tensors = [torch.full((n,), scale, device=DEVICE) for n in (5, 70_000)]
-                found = ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0][:, COLUMN_INDEX["abs_max"]].tolist()
+                found = ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0][:, TENSORS.index["abs_max"]].tolist()
                 if found != [scale, scale]:
                     failures.append(found)
 
@@ -963,7 +963,7 @@ def test_rows_of_the_host_join_those_of_the_device():
         "host too": values(3, device="cpu"),
     }
     stats = gm.collect(tensors)
-    assert stats.columns.shape == (3, NUM_COLUMNS)
+    assert stats.columns.shape == (3, TENSORS.width)
     assert_measured(stats, tensors)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gradiometer as gm
-from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.columns import TENSORS
 from gradiometer.monitor.capture_mode import beside_captures
 from support.gpu import (
     DEVICE,
@@ -161,7 +161,7 @@ def test_a_report_of_its_own_is_pinned_too(monkeypatch):
     monkeypatch.undo()
     on_host = [x for x in made if x.device.type == "cpu"]
     assert [x.is_pinned() for x in on_host] == [True]
-    assert on_host[0].numel() == len(SIZES) * (NUM_COLUMNS + 1)
+    assert on_host[0].numel() == len(SIZES) * (TENSORS.width + 1)
     assert pending.result().to_dict() == stats.materialize().to_dict()
 
 
@@ -319,7 +319,7 @@ def test_what_training_does_next_changes_nothing(side):
     found = pending.result()
     for report, columns in ((found["grads"], grads), (found["weights"], weights)):
         for name in ("sumsq", "sum", "abs_max"):
-            assert [getattr(row, name) for row in report.rows()] == columns[:, COLUMN_INDEX[name]].tolist()
+            assert [getattr(row, name) for row in report.rows()] == columns[:, TENSORS.index[name]].tolist()
     assert [row.norm for row in found["grads"].rows()] == near(found["first"])
     assert 0 < found["grads"].total_norm < math.inf
 
@@ -339,7 +339,7 @@ def test_memory_that_is_used_again_while_the_copy_is_pending_is_harmless(monkeyp
 
     def copy_and_reuse() -> tuple[gm.Pending[gm.Report], list[Tensor]]:
         pending = gm.collect(tensors).materialize_async()
-        shape = (len(SIZES), NUM_COLUMNS + 1)
+        shape = (len(SIZES), TENSORS.width + 1)
         rubbish = [torch.full(shape, math.nan, dtype=torch.float64, device=DEVICE) for _ in range(100)]
         return pending, rubbish
 
@@ -365,7 +365,7 @@ def test_memory_of_another_stream_is_kept_until_the_copy_has_been_made():
         # allocated on the main stream at once, while the side stream still has to read
         rubbish = [
             torch.full(shape, math.nan, dtype=torch.float64, device=DEVICE)
-            for shape in ((len(SIZES), NUM_COLUMNS), (len(SIZES),), ())
+            for shape in ((len(SIZES), TENSORS.width), (len(SIZES),), ())
             for _ in range(30)
         ]
         return pending, rubbish

@@ -34,7 +34,7 @@ from gradiometer.control import scale as eager_scale
 from gradiometer.control.adaptive_clip import AdaptiveClip, Gradients
 from gradiometer.ops import clipping, dispatch, launch_plans
 from gradiometer.ops import tensors as tensor_ops
-from gradiometer.ops.launch_plans import chunk_map_of
+from gradiometer.ops.launch_plans import ChunkMap, chunk_map_of
 from gradiometer.stats import norms_of
 from support import fingerprints, oracle, pair_oracle
 
@@ -128,25 +128,28 @@ def test_a_value_counts_in_whichever_lane_it_is(target, dtype):
         assert_exact(tensors, *tensor_stats(tensors))
 
 
+def thousands_of_chunks(tile: int, kinds: int) -> tuple[list[int], ChunkMap, Tensor]:
+    """Return the number of chunks of each tensor, their map, and partials of so many kinds, integers."""
+    counts = [2 * tile + 5, tile, 0, *[tile] * (tile.bit_length() - 1)]
+    chunk_map = chunk_map_of(tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20)
+    g = torch.Generator().manual_seed(0)
+    partials = torch.randint(1, 2**20, (kinds, chunk_map.num_chunks), generator=g).double()
+    for k, own in enumerate(partials.split(counts, dim=1)[3:]):
+        # one chunk that each level of the reduction has to pass on
+        own[:, [i for i in range(tile) if i != 2**k]] = 0
+    return counts, chunk_map, partials
+
+
 @chosen_target
 def test_the_partials_of_thousands_of_chunks_are_merged(target):
     from gradiometer import kernels as launchers
 
-    tile = tuning.FINALIZE.tile
-    counts = [2 * tile + 5, tile, 0, *[tile] * (tile.bit_length() - 1)]
-    chunk_map = chunk_map_of(tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20)
-    g = torch.Generator().manual_seed(0)
     names = launchers.PARTIALS
-    partials = torch.randint(1, 9, (len(names), chunk_map.num_chunks), generator=g).to(torch.float64)
+    counts, chunk_map, partials = thousands_of_chunks(tuning.FINALIZE.tile, len(names))
     # NaN and +Inf are among the elements that are not finite
     partials[names.index("n_nonfinite")] = partials[names.index("n_nan")] + partials[names.index("n_posinf")]
-    start, expected = 0, []
-    for k, count in enumerate(counts):
-        own = partials[:, start : start + count]
-        start += count
-        if k > 2:
-            # one chunk that each level of the reduction has to pass on
-            own[:, [i for i in range(count) if i != 2 ** (k - 3)]] = 0
+    expected = []
+    for count, own in zip(counts, partials.split(counts, dim=1), strict=True):
         sums = dict(zip(names, own.sum(1).tolist(), strict=True))
         sums["abs_max"] = own[names.index("abs_max")].max().item() if count else 0.0
         sums |= {"numel": count * 16, "n_neginf": sums["n_nonfinite"] - sums["n_nan"] - sums["n_posinf"]}
@@ -390,19 +393,10 @@ def test_special_values_of_a_pair_count_wherever_they_are(target, dtype):
 def test_the_partials_of_thousands_of_chunks_of_pairs_are_merged(target):
     from gradiometer import kernels as launchers
 
-    tile = tuning.FINALIZE_PAIRS.tile
-    counts = [2 * tile + 5, tile, 0, *[tile] * (tile.bit_length() - 1)]
-    chunk_map = chunk_map_of(tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20)
-    g = torch.Generator().manual_seed(0)
     names = launchers.PAIR_PARTIALS
-    partials = torch.randint(1, 2**20, (len(names), sum(counts)), generator=g).double()
-    start, expected = 0, []
-    for k, count in enumerate(counts):
-        own = partials[:, start : start + count]
-        start += count
-        if k > 2:
-            # one chunk that each level of the reduction has to pass on
-            own[:, [i for i in range(count) if i != 2 ** (k - 3)]] = 0
+    counts, chunk_map, partials = thousands_of_chunks(tuning.FINALIZE_PAIRS.tile, len(names))
+    expected = []
+    for count, own in zip(counts, partials.split(counts, dim=1), strict=True):
         values = dict(zip(names, own.sum(1).tolist(), strict=True)) | {"numel": count * 16}
         values["abs_max_u"] = own[names.index("abs_max_u")].max().item() if count else 0.0
         expected.append([values[column.name] for column in PAIRS.columns])

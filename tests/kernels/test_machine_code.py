@@ -21,14 +21,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gradiometer.columns import (
-    CURSOR_SIZE,
-    HEADER_SECTIONS,
-    NUM_EXPONENT_COLUMNS,
-    TENSORS,
-    Section,
-    Thresholds,
-)
+from gradiometer.columns import CURSOR_SIZE, EXPONENTS, HEADER_SECTIONS, TENSORS, Section, Thresholds
 from gradiometer.kernels import tuning
 from gradiometer.ops import clipping, dispatch, launch_plans, uploads
 from gradiometer.ops import tensors as tensor_ops
@@ -69,7 +62,7 @@ from kernels_bench.machine_code.disassembly import (
     parse_sass,
 )
 from kernels_bench.machine_code.report import measures
-from kernels_bench.machine_code.roofline import GPUS, binding, times
+from kernels_bench.machine_code.roofline import GPUS, Gpu, binding, times
 
 pytestmark = pytest.mark.usefixtures("triton_cache")
 
@@ -537,6 +530,12 @@ def test_the_variants_of_a_kernel_are_told_apart():
 # the least time of a pass over memory that follows from the code
 
 
+def assert_memory_binds(gpu: Gpu, code: Code, size: int) -> None:
+    row = measures(code, size)
+    seconds = times(gpu, size, row["slots"], row["fp64"], row["conversions"])
+    assert binding(seconds) == "memory", seconds
+
+
 @every_dtype
 @pytest.mark.parametrize("name", ["A100", "H100", "H200"])
 def test_memory_is_predicted_to_bind(name, dtype):
@@ -545,9 +544,7 @@ def test_memory_is_predicted_to_bind(name, dtype):
     # sm_80's are compiled elsewhere in one dtype only
     codes += [activation_code(gpu.target, dtype)] if gpu.target == "sm_90" else []
     for code in codes:
-        row = measures(code, dtype.itemsize)
-        seconds = times(gpu, dtype.itemsize, row["slots"], row["fp64"], row["conversions"])
-        assert binding(seconds) == "memory", seconds
+        assert_memory_binds(gpu, code, dtype.itemsize)
 
 
 # the moments kernel that also adds up the bits for fingerprints
@@ -577,9 +574,7 @@ def test_a_fingerprint_costs_few_instructions_and_no_load(target, dtype):
 @pytest.mark.parametrize("name", ["A100", "H100", "H200"])
 def test_memory_is_predicted_to_bind_with_a_fingerprint(name, dtype):
     gpu = next(gpu for gpu in GPUS if gpu.name == name)
-    row = measures(moments_code(gpu.target, dtype, fingerprint=True), dtype.itemsize)
-    seconds = times(gpu, dtype.itemsize, row["slots"], row["fp64"], row["conversions"])
-    assert binding(seconds) == "memory", seconds
+    assert_memory_binds(gpu, moments_code(gpu.target, dtype, fingerprint=True), dtype.itemsize)
 
 
 # the pairs kernel: a and b, or also g
@@ -649,10 +644,7 @@ def test_the_narrower_of_two_dtypes_is_loaded_8_bytes_at_a_time(dtypes):
 @pytest.mark.parametrize("name", ["A100", "H100", "H200"])
 def test_memory_is_predicted_to_bind_the_pairs_kernel(name, dtypes):
     gpu = next(gpu for gpu in GPUS if gpu.name == name)
-    size = pair_bytes(dtypes)
-    row = measures(pairs_code(gpu.target, dtypes), size)
-    seconds = times(gpu, size, row["slots"], row["fp64"], row["conversions"])
-    assert binding(seconds) == "memory", seconds
+    assert_memory_binds(gpu, pairs_code(gpu.target, dtypes), pair_bytes(dtypes))
 
 
 def test_pairs_of_one_tuple_of_dtypes_share_a_launch():
@@ -883,7 +875,7 @@ def test_the_exponents_kernel_loads_16_bytes_at_a_time_and_spills_nothing(target
     ("target", "dtype"), pairs({"sm_80": (), "sm_90": (FP32,), "sm_100": (), "gfx942": ()})
 )
 def test_a_recorded_histogram_needs_one_more_launch_and_spills_nothing(target, dtype):
-    store = torch.zeros((3, NUM_EXPONENT_COLUMNS + 1), dtype=torch.int64)
+    store = torch.zeros((3, EXPONENTS.width + 1), dtype=torch.int64)
     cursor = torch.ones(CURSOR_SIZE, dtype=torch.float64)
     tensors = [torch.zeros(9, dtype=dtype), torch.zeros(5, dtype=dtype)]
     uses_kernels = mock.patch.object(dispatch, "uses_kernels", return_value=True)

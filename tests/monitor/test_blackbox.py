@@ -44,7 +44,7 @@ def record(step, bad=(), loss=None, values=True, catalog=CATALOG):
     tables = {}
     for name in catalog.kinds if values else ():
         columns = torch.zeros(len(catalog.names), TENSORS.width, dtype=torch.float64)
-        columns[:, TENSORS.index["numel"]] = torch.tensor([math.prod(shape) for shape in catalog.shapes])
+        columns[:, TENSORS.index["numel"]] = torch.tensor([*map(math.prod, catalog.parameters.shapes)])
         for kind, place, column, count in bad:
             if kind == name:
                 columns[place, TENSORS.index[column]] = count

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import KERNELS
-from gradiometer.columns import EXPONENT_EDGES, NUM_EXPONENT_COLUMNS, bin_of
+from gradiometer.columns import EXPONENT_EDGES, EXPONENTS, bin_of
 from gradiometer.ops import exponent_codes, exponent_reference
 from gradiometer.ops.openmp import one_thread
 
@@ -23,7 +23,7 @@ def expected(x):
     with one_thread():
         x = (x.float() if x.itemsize < 4 else x).double().reshape(-1) * 1.0
         columns = bin_of(x.abs().view(torch.int64))
-    return torch.bincount(columns, minlength=NUM_EXPONENT_COLUMNS)
+    return torch.bincount(columns, minlength=EXPONENTS.width)
 
 
 def check(tensors):
@@ -172,15 +172,11 @@ def test_small_tensors_in_any_order_of_sizes():
     check([torch.randn(n, generator=g).half() for n in (500, 10, 0, 1, 30, 20, 40, 600)])
 
 
-def test_threads_change_nothing():
+def test_threads_change_nothing(number_of_threads):
     x = random_bits(2**21 + 5)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
-            check([x, x[:1000], x.bfloat16()])
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 8):
+        number_of_threads(threads)
+        check([x, x[:1000], x.bfloat16()])
     with one_thread():
         check([x])
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradiometer as gm
 from conftest import INTERPRETED
 from gradiometer import ops
-from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import DEFAULT_THRESHOLDS, TENSORS
 from gradiometer.ops import dispatch, launch_plans, packing, uploads
 from gradiometer.ops import guards as tensor_guards
 from gradiometer.ops import tensors as tensor_ops
@@ -38,10 +38,6 @@ from support.strategies import lists
 
 pytest.importorskip("triton", reason="the kernels' path")
 
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
 needs_kernels = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreted kernels")
 
 LIMITS = (DEFAULT_THRESHOLDS.vanishing, DEFAULT_THRESHOLDS.exploding, DEFAULT_THRESHOLDS.dead)
@@ -84,7 +80,7 @@ def launches(monkeypatch):
 
     def finalize(table, partials, num_tensors, *_):
         del table, partials
-        columns = torch.zeros((num_tensors, NUM_COLUMNS), dtype=torch.float64, device="cpu")
+        columns = torch.zeros((num_tensors, TENSORS.width), dtype=torch.float64, device="cpu")
         return columns, torch.zeros((num_tensors,), dtype=torch.int32, device="cpu")
 
     monkeypatch.setattr(kernels, "moments", moments)

@@ -1,30 +1,28 @@
-"""The op itself: schema, fake implementation, contexts; and the kernels against the eager reference."""
+"""The ops themselves: schemas, fakes and contexts; and the kernels against the eager reference."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 import gradiometer as gm
-from conftest import KERNELS
+from conftest import INTERPRETED, KERNELS
 from gradiometer import ops
-from gradiometer.columns import DEFAULT_THRESHOLDS
+from gradiometer.columns import DEFAULT_THRESHOLDS, EXPONENTS, PAIRS, TENSORS
 from gradiometer.ops import reference
 from gradiometer.ops.launch_plans import chunk_map_of
 from support import oracle, strategies
 from support.gradients import bit_patterns
 from support.strategies import Recipe, lists
-
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
 
 NAMES = tuple(column.name for column in gm.COLUMNS)
 LIMITS = (DEFAULT_THRESHOLDS.vanishing, DEFAULT_THRESHOLDS.exploding, DEFAULT_THRESHOLDS.dead)
@@ -44,18 +42,36 @@ LISTS = {
     ],
 }
 
+SCALES = (None, torch.tensor(0.5), torch.tensor([0.25], dtype=torch.float64))
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+EACH = ("tensor_stats", "tensor_stats_fingerprints", "pair_stats")
+if INTERPRETED or not KERNELS:
+    # support/ptx.py does not execute its kernel
+    EACH += ("exponent_stats",)
+each_op = pytest.mark.parametrize("name", EACH)
 
 
-def tensors_of(which):
-    return [recipe.tensor() for recipe in LISTS[which]]
+def tensors_of(which, seed=0):
+    return [replace(recipe, seed=seed).tensor() for recipe in LISTS[which]]
+
+
+def op(name):
+    return getattr(torch.ops.gradiometer, name).default
 
 
 def call(tensors, inv_scale=None):
-    return torch.ops.gradiometer.tensor_stats(tensors, *LIMITS, inv_scale)
+    return op("tensor_stats")(tensors, *LIMITS, inv_scale)
 
 
-SCALES = (None, torch.tensor(0.5), torch.tensor([0.25], dtype=torch.float64))
+def arguments(name, make, inv_scale=None):
+    """Return the arguments of an op; ``make`` returns tensors of the same form for each seed."""
+    if name == "pair_stats":
+        return make(0), make(1), make(2)
+    return (make(0),) if name == "exponent_stats" else (make(0), *LIMITS, inv_scale)
+
+
+def results(name, args):
+    return pytree.tree_leaves(op(name)(*args))
 
 
 # all pairs; those with neither member in `always` are marked `once`
@@ -67,26 +83,41 @@ def pairs(lists, others, *, always):
     ]
 
 
+def check(name, which, args):
+    # the schema check compares inputs with arithmetic that torch lacks for fp8
+    torch.library.opcheck(op(name), args, test_utils=ALL_CHECKS[1:] if which == "fp8" else ALL_CHECKS)
+
+
 @pytest.mark.parametrize(("which", "inv_scale"), pairs(LISTS, SCALES, always=("dtypes", None)))
 def test_opcheck_passes(which, inv_scale):
-    # the schema check compares inputs with arithmetic that torch lacks for fp8
-    checks = ALL_CHECKS[1:] if which == "fp8" else ALL_CHECKS
-    args = (tensors_of(which), *LIMITS, inv_scale)
-    torch.library.opcheck(torch.ops.gradiometer.tensor_stats.default, args, test_utils=checks)
+    check("tensor_stats", which, arguments("tensor_stats", partial(tensors_of, which), inv_scale))
 
 
-def test_opcheck_passes_with_inputs_that_require_grad():
-    tensors = [x.requires_grad_() for x in tensors_of("dtypes")]
-    inv_scale = torch.tensor(0.5, requires_grad=True)
-    torch.library.opcheck(torch.ops.gradiometer.tensor_stats.default, (tensors, *LIMITS, inv_scale))
+@pytest.mark.parametrize(("which", "name"), pairs(LISTS, EACH[1:], always=("dtypes", "")))
+def test_opcheck_of_other_ops_passes(which, name):
+    check(name, which, arguments(name, partial(tensors_of, which), SCALES[1]))
 
 
+def test_opcheck_of_pairs_of_two_dtypes_and_strides_passes():
+    dtypes, nothing = strategies.FLOATS, torch.empty(0)
+    a, b = [[torch.randn(30).to(dtype) for dtype in each] for each in (dtypes, dtypes[::-1])]
+    check("pair_stats", "", (a, b, [torch.randn(30), nothing, torch.randn(30).double(), nothing]))
+    check("pair_stats", "", ([torch.randn(5, 7)], [torch.randn(7, 5).t()], None))
+
+
+@each_op
+def test_opcheck_passes_with_inputs_that_require_grad(name):
+    args = arguments(name, lambda seed: tensors_of("dtypes", seed), torch.tensor(0.5))
+    check(name, "", pytree.tree_map_only(torch.Tensor, lambda x: x.requires_grad_(), args))
+
+
+@each_op
 @pytest.mark.parametrize("which", LISTS)
-def test_the_fake_has_the_shape_dtype_and_device_of_the_real_result(which):
-    tensors = tensors_of(which)
+def test_the_fake_has_the_shape_dtype_and_device_of_the_real_result(which, name):
+    args = arguments(name, partial(tensors_of, which))
     with FakeTensorMode() as mode:
-        fake = call([mode.from_tensor(x) for x in tensors])
-    for f, real in zip(fake, call(tensors), strict=True):
+        fake = results(name, pytree.tree_map_only(torch.Tensor, mode.from_tensor, args))
+    for f, real in zip(fake, results(name, args), strict=True):
         assert (f.shape, f.dtype, f.device) == (real.shape, real.dtype, real.device)
         assert f.stride() == real.stride()
 
@@ -96,8 +127,15 @@ def test_fakes_of_a_device_that_is_not_there_stay_on_it(device):
     with FakeTensorMode():
         x = torch.empty(4, 5, dtype=torch.bfloat16, device=device)
         columns, flags = call([x, x.t(), x.to(torch.complex64)], torch.ones((), device=device))
-    assert (columns.shape, columns.dtype, columns.device) == ((3, len(NAMES)), torch.float64, x.device)
-    assert (flags.shape, flags.dtype, flags.device) == ((3,), torch.int32, x.device)
+        of_pairs = op("pair_stats")([x, x.t()], [x.float(), x.t()], [x, x.new_empty(0)])
+        counts = op("exponent_stats")([x, x.t()])
+    for found, shape, dtype in (
+        (columns, (3, TENSORS.width), torch.float64),
+        (flags, (3,), torch.int32),
+        (of_pairs, (2, PAIRS.width), torch.float64),
+        (counts, (2, EXPONENTS.width), torch.int64),
+    ):
+        assert (found.shape, found.dtype, found.device) == (shape, dtype, x.device)
 
 
 def test_fakes_of_cuda_tensors_are_collected_without_cuda():
@@ -118,31 +156,38 @@ def test_nothing_is_differentiable():
     scale = torch.tensor(0.5, requires_grad=True)
     with torch.enable_grad():
         stats = gm.collect([x, y], inv_scale=scale)
-        results = [*call([x, y], scale), stats.columns, stats.flags, stats.norm, stats.total_norm, stats.std]
-    assert not any(result.requires_grad for result in results)
+        found = [*call([x, y], scale), stats.columns, stats.flags, stats.norm, stats.total_norm, stats.std]
+        of_pairs = gm.compare([x, y], [x * 2, y])
+        found += [op("pair_stats")([x, y], [x * 2, y], [y, y]), of_pairs.columns, of_pairs.norm_u]
+        found += [of_pairs.cosine, of_pairs.total_value("update_ratio")]
+    assert not any(each.requires_grad for each in found)
     # the autograd graph of the inputs is unchanged
     y.sum().backward()
     assert x.grad.tolist() == [2.0] * 5
 
 
+@each_op
 @given(lists())
-def test_inputs_are_not_modified(some):
-    tensors = [recipe.tensor() for recipe in some]
+def test_inputs_are_not_modified(name, some):
+    args = arguments(name, lambda _: [recipe.tensor() for recipe in some], torch.tensor(0.5))
+    tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
     memories = [torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for x in tensors]
     before = [(memory.clone(), x._version) for memory, x in zip(memories, tensors, strict=True)]
-    call(tensors, torch.tensor(0.5))
+    op(name)(*args)
     for memory, x, (content, version) in zip(memories, tensors, before, strict=True):
         assert torch.equal(memory, content)
         assert x._version == version
 
 
-def test_results_share_no_memory_with_inputs_or_with_later_results():
+@each_op
+def test_results_share_no_memory_with_inputs_or_with_later_results(name):
     x = torch.full((5000,), 2.0)
-    columns, flags = call([x, x[:10]])
-    kept = bit_patterns((columns, flags))
+    args = arguments(name, lambda _: [x, x[:10]])
+    found = results(name, args)
+    kept = bit_patterns(found)
     x.fill_(math.nan)
-    call([x, x[:10]])
-    assert bit_patterns((columns, flags)) == kept
+    results(name, args)
+    assert bit_patterns(found) == kept
 
 
 @contextlib.contextmanager
@@ -179,16 +224,18 @@ CONTEXTS = {
 
 @pytest.mark.parametrize(("which", "context"), pairs(LISTS, CONTEXTS, always=("one", "autocast to bf16")))
 def test_no_context_changes_a_result(which, context):
-    tensors = tensors_of(which)
+    tensors, others = tensors_of(which), tensors_of(which, 1)
     # 1/3, so that a scale in another precision would show
     scale = torch.tensor(1 / 3, dtype=torch.float64)
+    args = {name: arguments(name, partial(tensors_of, which), scale) for name in EACH}
 
     def all_results():
         stats = gm.collect(tensors, inv_scale=scale)
         grouped = stats.group({"all": "."})
         derived = torch.stack([stats.norm, stats.std, stats.zero_fraction])
-        pairs = [(stats.columns, stats.flags), (grouped.columns, grouped.flags), (derived, stats.total_norm)]
-        return [bit_patterns(pair) for pair in (call(tensors), *pairs)]
+        found = [stats.columns, stats.flags, grouped.columns, grouped.flags, derived, stats.total_norm]
+        found.append(gm.compare(tensors, others).columns)
+        return bit_patterns([*found, *[x for name in EACH for x in results(name, args[name])]])
 
     expected = all_results()
     with CONTEXTS[context]():

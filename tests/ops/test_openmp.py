@@ -13,21 +13,12 @@ import torch
 from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.ops import openmp, reference, streaming
 
-
-@pytest.fixture
-def _two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 needs_openmp = pytest.mark.skipif(not openmp.can_run_alone(), reason="no controllable OpenMP")
 
 
 @needs_openmp
-@pytest.mark.usefixtures("_two_threads")
-def test_one_thread_holds_for_the_calling_thread_and_until_its_end():
+def test_one_thread_holds_for_the_calling_thread_and_until_its_end(number_of_threads):
+    number_of_threads(2)
     seen = {}
 
     def look():
@@ -88,19 +79,15 @@ def test_threads_that_cannot_start_are_done_without(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_number_of_threads_changes_no_bit(dtype):
+def test_the_number_of_threads_changes_no_bit(dtype, number_of_threads):
     x = torch.randn(3 * streaming.WORTH_A_THREAD + 5).to(dtype)
     x[::1001] = 0
     x[streaming.PIECE + 1] = torch.nan
     rows = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            rows.append(reference.tensor_stats([x, x[:70_000]], DEFAULT_THRESHOLDS)[0].tolist())
-            assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 4):
+        number_of_threads(threads)
+        rows.append(reference.tensor_stats([x, x[:70_000]], DEFAULT_THRESHOLDS)[0].tolist())
+        assert torch.get_num_threads() == threads
     assert rows[0] == rows[1] == rows[2]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradiometer.columns import COLUMN_NAMES, DEFAULT_THRESHOLDS, Flag, Thresholds
+from gradiometer.columns import DEFAULT_THRESHOLDS, TENSORS, Flag, Thresholds
 from gradiometer.ops import eager_plan, reference, reference_rows, streaming
 from kernels_bench import scripts
 
@@ -48,7 +48,7 @@ def test_long_and_strided_tensors_agree_with_plain_pytorch(name):
     memory = x if x._base is None else x._base
     memory.view(-1)[::97] = 0
     columns, _, _ = reference.tensor_stats([x], DEFAULT_THRESHOLDS)
-    row = dict(zip(COLUMN_NAMES, columns[0].tolist(), strict=True))
+    row = dict(zip(TENSORS.index, columns[0].tolist(), strict=True))
     wide = x.double()
     assert row["numel"] == x.numel()
     assert row["n_zero"] == (x == 0).sum().item()
@@ -76,7 +76,7 @@ def test_sums_of_doubles_that_overflow_are_infinite_and_raise_nothing():
     x = torch.full((3 * piece,), 1e308, dtype=torch.float64)
     x[piece:] *= -1
     columns, _, _ = reference.tensor_stats([x, x[:10]], DEFAULT_THRESHOLDS)
-    row = dict(zip(COLUMN_NAMES, columns[0].tolist(), strict=True))
+    row = dict(zip(TENSORS.index, columns[0].tolist(), strict=True))
     assert row["sumsq"] == torch.inf
     assert row["abs_max"] == 1e308
     assert row["n_nan"] == row["n_posinf"] == row["n_neginf"] == 0
@@ -102,7 +102,7 @@ def test_tensors_may_span_several_waves_of_blocks(monkeypatch):
     cut = reference.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0], reference.sumsq(tensors)
     assert torch.equal(whole[0], cut[0])
     assert whole[1] == cut[1]
-    assert whole[1] == pytest.approx(whole[0][:, COLUMN_NAMES.index("sumsq")].sum().item(), rel=1e-14)
+    assert whole[1] == pytest.approx(whole[0][:, TENSORS.index["sumsq"]].sum().item(), rel=1e-14)
 
 
 def test_a_list_that_is_known_is_measured_by_its_plan_with_the_same_bits():
@@ -147,7 +147,7 @@ def test_middle_sized_tensors_are_exact_with_the_same_bits_alone_and_together(dt
     for x, row in zip(tensors, together, strict=True):
         wide = x.double()
         finite = wide[wide.isfinite()]
-        values = dict(zip(COLUMN_NAMES, row, strict=True))
+        values = dict(zip(TENSORS.index, row, strict=True))
         assert values["sumsq"] == pytest.approx(math.fsum((finite * finite).tolist()), rel=1e-13)
         assert values["sum"] == pytest.approx(
             math.fsum(finite.tolist()), abs=1e-13 * finite.abs().sum().item()

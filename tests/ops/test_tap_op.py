@@ -14,11 +14,6 @@ from gradiometer.columns import CURSOR_SIZE, Cursor
 from gradiometer.ops import activation_reference, tap_partials
 from support.activations import Calls, agree, columns_of, merged
 
-# the interpreter computes with NumPy
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
-
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer import ops
-from gradiometer.columns import CURSOR_SIZE, NUM_EXPONENT_COLUMNS, Cursor
+from gradiometer.columns import CURSOR_SIZE, EXPONENTS, Cursor
 from gradiometer.ops import exponents
 from gradiometer.recorder.recorder import Recorder
 from support import strategies
@@ -22,10 +22,7 @@ from support.compiling import Kept, graphs, needs_compiler, no_recompile
 from support.fake_device import DEVICES, Model, device_of, watch
 from support.recording import new_gradients, step_of
 
-pytestmark = [
-    pytest.mark.usefixtures("_dynamo"),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.usefixtures("_dynamo")
 
 
 def small_model():
@@ -53,7 +50,7 @@ def cursor_at(step, every):
 
 
 def new_store(rows):
-    return torch.full((rows + 1, NUM_EXPONENT_COLUMNS + 1), -1)
+    return torch.full((rows + 1, EXPONENTS.width + 1), -1)
 
 
 def test_a_due_step_has_the_histograms_of_each_dtype_and_its_number():

@@ -19,7 +19,7 @@ from torch._inductor.utils import run_and_get_code
 
 import gradiometer as gm
 from conftest import KERNELS
-from gradiometer.columns import NUM_COLUMNS, Cursor
+from gradiometer.columns import TENSORS, Cursor
 from gradiometer.ops import reference
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.updates import Updates
@@ -27,11 +27,7 @@ from support.compiling import Kept, graphs, needs_compiler, no_recompile
 from support.fake_device import DEVICES, Model, device_of, watch
 from support.recording import new_gradients, packed, step_of, written
 
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = [
-    pytest.mark.usefixtures("_dynamo"),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.usefixtures("_dynamo")
 
 NAN, INF = math.nan, math.inf
 
@@ -512,7 +508,7 @@ def test_freezing_compiles_again_once(frozen):
 @pytest.mark.parametrize("gated", [False, True])
 def test_opcheck(gated):
     recorder = Recorder(model_of())
-    columns, flags = torch.rand(5, NUM_COLUMNS, dtype=torch.float64), torch.zeros(5, dtype=torch.int32)
+    columns, flags = torch.rand(5, TENSORS.width, dtype=torch.float64), torch.zeros(5, dtype=torch.int32)
     grads = [torch.randn(3), torch.randn(4, 2), torch.empty(0), torch.tensor(NAN), torch.randn(2)]
     record_, append_ = torch.ops.gradiometer.record_.default, torch.ops.gradiometer.append_.default
     ring = recorder.ring, recorder.cursor, list(recorder.layout.sections["grads"])
@@ -553,14 +549,6 @@ def test_nothing_waits(device, weights):
         assert seen.to_device == []
         assert skip.shape == ()
         assert skip.dtype == torch.bool
-
-
-def test_its_buffers_are_no_parameters():
-    model = model_of()
-    recorder = Recorder(model, capacity=2)
-    assert list(recorder.parameters()) == []
-    assert recorder.capacity == 2
-    assert recorder.read() == []
 
 
 def test_what_a_record_keeps_is_not_mistaken_for_a_statistic():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +15,6 @@ from gradiometer import ops
 from gradiometer.columns import CURSOR_SIZE, PAIRS, TENSORS, Cursor
 from gradiometer.recorder import Catalog
 from gradiometer.recorder.store import RingLayout
-
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 KINDS = ("grads", "weights", "updates")
 NAMES = ("a", "b", "c")

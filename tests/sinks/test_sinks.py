@@ -54,7 +54,7 @@ def test_tensors_are_taken_by_name_and_statistic():
     selection = sinks.Selection(
         tensors=r"^blocks\.[01]\.w", statistics=("norm", "abs_max"), totals=(), scalars=None
     )
-    rows = {name: CATALOG.index[name] for name in ("blocks.0.weight", "blocks.1.weight")}
+    rows = {name: CATALOG.parameters.index[name] for name in ("blocks.0.weight", "blocks.1.weight")}
     expected = {
         f"grads/{name}/{what}": record.value(what)[i].item()
         for name, i in rows.items()

@@ -31,20 +31,12 @@ class Calls(nn.Module):
         return self.weight * 1.0
 
 
-@pytest.fixture
-def rows():
+def rows(names, function, *args):
     """Measure one call of a function, and return the rows."""
-    kept = []
-
-    def measured(names, function, *args):
-        taps = gm.Taps(Calls(function), names=names)
-        kept.append(taps)
-        taps._model[0](*args)
-        return taps.stats().materialize()
-
-    yield measured
-    for taps in kept:
-        taps.remove()
+    model = Calls(function)
+    taps = gm.Taps(model, names=names)
+    model(*args)
+    return taps.stats().materialize()
 
 
 def logits_of(q, k, scale=None):
@@ -84,7 +76,7 @@ def assert_is_the_bound(found, q, k, scale=None):
     ("q_shape", "k_shape", "scale"),
     [((2, 4, 7, 8), (2, 4, 9, 8), None), ((2, 4, 7, 8), (2, 2, 9, 8), -0.5), ((5, 8), (3, 8), 2.0)],
 )
-def test_the_bound_is_at_least_every_logit(rows, dtype, q_shape, k_shape, scale):
+def test_the_bound_is_at_least_every_logit(dtype, q_shape, k_shape, scale):
     torch.manual_seed(0)
     q, k = (torch.randn(shape).to(dtype) for shape in (q_shape, k_shape))
     found = rows(["attn.max_logit_bound"], lambda *args: gm.tap_attention(*args, "attn", scale=scale), q, k)
@@ -169,20 +161,20 @@ def test_the_bound_shows_nan_and_inf(dtype, backend):
                 taps.advance()
 
 
-def test_the_bound_of_parallel_vectors_is_the_logit(rows):
+def test_the_bound_of_parallel_vectors_is_the_logit():
     q, k = torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]), torch.tensor([[[6.0, 8.0]]])
     found = rows(["a.max_logit_bound"], lambda: gm.tap_attention(q, k, "a", scale=1.0))
     assert 50.0 <= found["a.max_logit_bound"].abs_max <= 50.0 * (1 + 2 * 34 * 2**-52)
 
 
-def test_half_precision_does_not_overflow(rows):
+def test_half_precision_does_not_overflow():
     q = torch.full((1, 2, 4), 6e4, dtype=torch.float16)
     with torch.autocast("cpu", torch.bfloat16):
         found = rows(["a.max_logit_bound"], lambda: gm.tap_attention(q, q, "a", scale=1.0))
     assert_is_the_bound(found["a.max_logit_bound"].abs_max, q, q, 1.0)
 
 
-def test_a_scale_of_each_head_and_query(rows):
+def test_a_scale_of_each_head_and_query():
     q, k = torch.ones(5, 2, 3, 4), torch.ones(5, 2, 7, 4)
     scales = [
         torch.tensor(-2.0, dtype=torch.bfloat16),
@@ -200,7 +192,7 @@ def test_a_scale_of_each_head_and_query(rows):
         assert row.mean >= logits.amax((-2, -1)).mean().item()
 
 
-def test_large_inputs_are_converted_in_parts(rows, monkeypatch):
+def test_large_inputs_are_converted_in_parts(monkeypatch):
     q, k = torch.randn(2, 3, 50, 8), torch.randn(2, 3, 70, 8)
     q[1, 2, 31, 3] = 100.0
     names = ["a.max_logit_bound"]
@@ -213,7 +205,7 @@ def test_large_inputs_are_converted_in_parts(rows, monkeypatch):
     assert max(calls) <= 500
 
 
-def test_max_scores_are_the_logits_themselves(rows):
+def test_max_scores_are_the_logits_themselves():
     torch.manual_seed(0)
     q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
     scores = logits_of(q, k).masked_fill(torch.ones(5, 5).triu(0).bool(), -math.inf)
@@ -226,7 +218,7 @@ def test_max_scores_are_the_logits_themselves(rows):
 
 @pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min, -1e9, -5.0])
 @pytest.mark.parametrize(("own", "largest"), [(3.0, 3.0), (-100.0, 0.0)])
-def test_max_scores_that_are_negative_count_as_zero(rows, masked, own, largest):
+def test_max_scores_that_are_negative_count_as_zero(masked, own, largest):
     """As of a sample that is all padding, and of heads without a positive logit."""
     top = torch.full((2, 3, 5), masked)
     top[0, 1] = own
@@ -234,7 +226,7 @@ def test_max_scores_that_are_negative_count_as_zero(rows, masked, own, largest):
     assert (row.abs_max, row.numel, row.n_nan) == (largest, 6, 0)
 
 
-def test_max_scores_show_nan_and_inf(rows):
+def test_max_scores_show_nan_and_inf():
     top = torch.tensor([[-5.0, math.nan], [-math.inf, math.inf], [-math.inf, -1.0]])
     row = rows(["a.max_logit"], lambda: gm.tap_attention(X, X, "a", max_scores=top))["a.max_logit"]
     assert (row.n_nan, row.n_inf, row.abs_max) == (1, 1, 0.0)
@@ -282,14 +274,13 @@ def test_a_whole_model_is_measured_once_in_each_step(is_compiled, is_checkpointe
         assert found[names[2]].numel == 12
         assert math.isclose(found[names[2]].mean, entropy.mean().item(), rel_tol=1e-5)
         taps.advance()
-    taps.remove()
 
 
 ROUTER = ["moe.expert_load", "moe.router_entropy"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_balanced_and_collapsed_routers(rows, dtype):
+def test_balanced_and_collapsed_routers(dtype):
     balanced = torch.full((8, 4), 0.25, dtype=dtype)
     found = rows(ROUTER, lambda: gm.tap_router(balanced, "moe"))
     load, entropy = (found[name] for name in ROUTER)
@@ -301,7 +292,7 @@ def test_balanced_and_collapsed_routers(rows, dtype):
     assert (load.abs_max, load.mean, load.zero_fraction, entropy.mean) == (1.0, 0.25, 0.75, 0.0)
 
 
-def test_dropped_tokens_and_scores_that_are_no_probabilities(rows):
+def test_dropped_tokens_and_scores_that_are_no_probabilities():
     scores = torch.tensor([[1.0, 3.0], [2.0, 2.0], [0.0, 0.0]])
     selected = torch.tensor([[1], [-1], [2]])
     found = rows(ROUTER, lambda: gm.tap_router(scores, "moe", selected=selected))
@@ -311,14 +302,14 @@ def test_dropped_tokens_and_scores_that_are_no_probabilities(rows):
     assert math.isclose(entropy.mean, sum(expected) / 3, rel_tol=1e-6)
 
 
-def test_nan_probabilities_show(rows):
+def test_nan_probabilities_show():
     probs = torch.tensor([[0.5, 0.5], [math.nan, 0.5]])
     found = rows(ROUTER, lambda: gm.tap_router(probs, "moe"))
     assert found["moe.router_entropy"].n_nan == 1
     assert found["moe.expert_load"].n_nan > 0
 
 
-def test_nothing_to_measure(rows):
+def test_nothing_to_measure():
     empty = torch.empty(0, 4)
     assert not rows(ROUTER, lambda: gm.tap_router(empty, "moe"))
     assert not rows(["a.max_logit_bound"], lambda: gm.tap_attention(empty, empty, "a"))
@@ -335,7 +326,6 @@ def test_calls_that_nobody_measures_compute_nothing():
     model()
     taps.configure_(every=2, step=1)
     model.train()()
-    taps.remove()
 
 
 X = torch.ones(2, 3, 4)
@@ -372,6 +362,6 @@ X = torch.ones(2, 3, 4)
     ],
     ids=["d", "int q", "complex k", "other row", "plain name", "int", "selected", "shape", "one row", "name"],
 )
-def test_mistakes_are_named(rows, names, call, error, says):
+def test_mistakes_are_named(names, call, error, says):
     with pytest.raises(error, match=says):
         rows(names, call)

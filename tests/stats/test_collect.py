@@ -183,12 +183,6 @@ def test_a_subclass_of_parameter_is_measured_in_eager_and_compiled() -> None:
 # grad_norm
 
 
-def test_grad_norm_is_a_python_float() -> None:
-    norm = gm.grad_norm(parameters_with(torch.tensor([3.0]), torch.tensor([[4.0]])))
-    assert type(norm) is float
-    assert norm == 5.0
-
-
 @pytest.mark.parametrize("empty", [[], nn.ReLU(), nn.Linear(2, 1), {}], ids=repr)
 def test_grad_norm_without_gradients_is_what_the_caller_says(empty: object) -> None:
     assert gm.grad_norm(empty) == 0.0
@@ -204,7 +198,8 @@ def test_grad_norm_without_gradients_is_what_the_caller_says(empty: object) -> N
 
 @pytest.mark.parametrize("empty", [0.0, None, -1.0, "raise"])
 def test_grad_norm_with_gradients_never_asks_what_empty_means(empty: object) -> None:
-    assert gm.grad_norm(parameters_with(torch.tensor([-2.0]), None), empty=empty) == 2.0
+    norm = gm.grad_norm(parameters_with(torch.tensor([-2.0]), None), empty=empty)
+    assert (type(norm), norm) == (float, 2.0)
     # a gradient of zeros, or one without elements, is a gradient
     assert gm.grad_norm(parameters_with(torch.zeros(3)), empty=empty) == 0.0
     assert gm.grad_norm(parameters_with(torch.zeros(0)), empty=empty) == 0.0
@@ -264,15 +259,6 @@ def test_grad_norm_says_what_is_not_finite(bad: list[float], expected: float) ->
 # total_norm
 
 
-def test_total_norm_is_a_tensor_on_the_device() -> None:
-    norm = gm.total_norm([torch.tensor([3.0], requires_grad=True), torch.tensor([4.0]).half()])
-    assert isinstance(norm, torch.Tensor)
-    assert norm.shape == ()
-    assert norm.dtype == torch.float64
-    assert not norm.requires_grad
-    assert norm.item() == 5.0
-
-
 def test_total_norm_takes_mappings_pairs_and_generators() -> None:
     tensors = [torch.full((i + 1,), float(i + 1)) for i in range(3)]
     expected = gm.total_norm(tensors)
@@ -284,13 +270,6 @@ def test_total_norm_takes_mappings_pairs_and_generators() -> None:
         [(f"t{i}", x) for i, x in enumerate(tensors)],
     ):
         assert gm.total_norm(source) == expected
-
-
-def test_total_norm_of_nothing_is_zero() -> None:
-    norm = gm.total_norm([])
-    assert norm.shape == ()
-    assert norm.dtype == torch.float64
-    assert norm.item() == 0.0
 
 
 def test_total_norm_counts_a_tensor_as_often_as_it_is_passed() -> None:

@@ -217,18 +217,6 @@ def test_without_any_gradient():
     assert found["bias"].unchanged_fraction == 1.0
 
 
-def test_sparse_gradients_count_as_dense():
-    model = nn.Embedding(6, 4, sparse=True)
-    snapshot = gm.Snapshot(model)
-    model(torch.tensor([1, 1, 4])).sum().backward()
-    with torch.no_grad():
-        model.weight.sub_(model.weight.grad.to_dense())
-    found = gm.collect_updates(model, snapshot)
-    old = next(snapshot.buffers())
-    assert_pair(row(found, "weight"), model.weight, old, model.weight.grad.to_dense())
-    assert found.n_nonzero_g.tolist() == [8]
-
-
 def test_complex_parameters():
     weight = nn.Parameter(torch.randn(30, 3, dtype=torch.complex64))
     snapshot = gm.Snapshot([weight])
@@ -291,19 +279,6 @@ def test_a_model_in_another_dtype_is_compared_with_the_old_one():
 
 
 # PairStats
-
-
-def test_merging_is_concatenating():
-    (a, b), (c, d) = two_of((3, 4), (50,)), two_of((3, 4), (50,), seed=1)
-    merged = gm.compare(a, b).merge(gm.compare(c, d))
-    whole = gm.compare(*[{name: torch.cat([x[name], y[name]]) for name in x} for x, y in ((a, c), (b, d))])
-    for name in merged.names:
-        # each of the two is within its bound of the same exact value
-        assert_pair(
-            row(merged, name), torch.cat([a[name], c[name]]), torch.cat([b[name], d[name]]), slack=2**-52
-        )
-    exact = [NAMES.index(name) for name in ("numel", "n_unchanged", "abs_max_u")]
-    assert merged.columns[:, exact].tolist() == whole.columns[:, exact].tolist()
 
 
 def test_stats_do_not_change_with_the_tensors():

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import gradiometer as gm
 from gradiometer.stats import host_copy
-from support.fake_device import Model, device_of, watch
 
 
 class Device:
@@ -193,20 +192,6 @@ def test_all_groups_and_slots_travel_in_one_copy(device):
     assert device.log == ["waited for 1"]
 
 
-def test_one_transfer_into_pinned_memory_is_all_that_a_dispatcher_sees():
-    with device_of("cuda") as d:
-        grads = gm.collect_grads(Model(d, 50))
-        grouped = grads.group({"odd": r"[13579]$", "even": r"[02468]$"})
-        ratio = gm.group_ratio(grouped, "odd", "even")
-        tree = [grads, {"grouped": grouped, "ratio": ratio}, grads.skipped, torch.ones(3, device=d)]
-        with watch() as seen:
-            pending = gm.materialize_async(tree)
-            assert pending.ready()
-        assert seen.to_host == [(False, True)]
-        assert seen.to_device == []
-        assert seen.op_calls == 0
-
-
 def test_tensors_of_the_host_travel_along(device):
     tree = tree_of(model_with_gradients())
     mixed = {key: sent(value) if i % 2 else value for i, (key, value) in enumerate(tree.items())}
@@ -338,17 +323,6 @@ def test_what_training_does_next_changes_nothing(where):
     for key in ("grads", "grouped"):
         assert rows(found[key]) == rows(expected[key])
     assert rows(found["more"][0]) == rows(expected["more"][0])
-
-
-def test_a_report_of_its_own_is_a_snapshot_too(device):
-    stats = gm.collect({"x": torch.ones(4)})
-    pendings = [stats.materialize_async(), away(stats).materialize_async()]
-    stats.columns.zero_()
-    stats.flags.fill_(31)
-    for pending in pendings:
-        assert pending.result()["x"].norm == 2.0
-        assert not pending.result()["x"].flags
-    assert len(device.queue) == 1
 
 
 @pytest.mark.usefixtures("device")

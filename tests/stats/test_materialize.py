@@ -109,12 +109,6 @@ def test_what_is_neither_stays_as_it_is(fetch):
     assert fetch([]) == []
 
 
-def test_collections_of_nothing_are_reports_of_nothing(fetch):
-    found = fetch([gm.collect_grads(torch.nn.Linear(2, 1)), stats_of(w=torch.ones(4))])
-    assert [report.measured for report in found] == [False, True]
-    assert [report.total_norm for report in found] == [0.0, 2.0]
-
-
 def test_it_is_a_snapshot(fetch):
     stats, x = stats_of(w=torch.ones(4)), torch.ones(2)
     found = fetch({"stats": stats, "x": x})

@@ -156,6 +156,9 @@ def test_a_merge_is_as_if_all_had_been_measured_together(kind, stats):
     both = reduced(stats).merge(reduced(other, (2.0, -2.0, 0.0)))
     assert both.origin.tolist() == [2.0, -1.0, 0.0]
     assert same(both.local, merged)
+    # neither side has changed
+    assert (same(stats, stats_of_kind(kind)), same(other, stats_of_kind(kind, 1))) == (True, True)
+    assert not COLLECT[kind]({}).merge(COLLECT[kind]({})).measured
 
 
 @pytest.mark.parametrize(

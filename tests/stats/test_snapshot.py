@@ -303,16 +303,6 @@ def test_a_sample_of_memory_in_another_order_is_refused(before, now):
             call()
 
 
-def test_a_sample_is_updated_in_place():
-    model = nn.Linear(256, 256)
-    snapshot = gm.Snapshot(model, sample=1 / 4)
-    with torch.no_grad():
-        model.weight.add_(1.0)
-    assert gm.collect_updates(model, snapshot).unchanged_fraction[0] == 0.0
-    snapshot.update_(model)
-    assert gm.collect_updates(model, snapshot).unchanged_fraction.tolist() == [1.0, 1.0]
-
-
 # memory
 
 

@@ -74,6 +74,8 @@ OPTIMIZERS = {
     "Lion": Lion,
     "schedule-free SGD": ScheduleFreeSGD,
     "8-bit Adam": eight_bit,
+    # takes matrices alone
+    "Muon": of("Muon", lr=0.02),
 }
 
 
@@ -113,19 +115,9 @@ def test_every_optimizer_of_torch_is_here():
         "LBFGS",
         # takes sparse gradients alone, see test_an_optimizer_for_sparse_gradients
         "SparseAdam",
-        # takes matrices alone, see test_muon
-        "Muon",
     }
     there = {name for name in vars(torch.optim) if name[0].isupper()} - left_out
     assert there <= {name.split()[0] for name in OPTIMIZERS}
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_muon(dtype):
-    model = model_of(dtype)
-    for report in trained(model, torch.optim.Muon(model.parameters(), lr=0.02)):
-        assert report.total.norm_u > 0
 
 
 def test_an_optimizer_for_sparse_gradients():

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.columns import ACTIVATION_COLUMNS, ACTIVATION_INDEX
+from gradiometer.columns import ACTIVATION_COLUMNS, ACTIVATIONS
 
 
 def columns_of(x, channel_dim=-1):
@@ -43,11 +43,11 @@ def merged(calls):
 
 
 def agree(row, expected, tolerance=1e-12):
-    assert set(expected) == set(ACTIVATION_INDEX)
+    assert set(expected) == set(ACTIVATIONS.index)
     for name, value in expected.items():
         # a sum of n numbers of either sign loses at most n ulp of the sum of magnitudes
         scale = (expected["numel"] * expected["sumsq"]) ** 0.5 if name == "sum" else abs(value)
-        assert abs(float(row[ACTIVATION_INDEX[name]]) - value) <= tolerance * scale, name
+        assert abs(float(row[ACTIVATIONS.index[name]]) - value) <= tolerance * scale, name
 
 
 class Calls(nn.Module):

@@ -11,7 +11,7 @@ import torch
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Column, Derived, Schema
 from gradiometer.extras import require
-from gradiometer.recorder import Catalog, Kind, RunInfo, StepRecord, Table, kind_named
+from gradiometer.recorder import KINDS, Catalog, Kind, RunInfo, StepRecord, Table
 from gradiometer.runs import json_writer as json_writer_module
 from gradiometer.runs import open_segment, read_run
 from gradiometer.runs.digest import Claims, with_claims
@@ -46,7 +46,7 @@ def make_catalog(tensors=20, kinds=("grads",), names=None):
     if names is None:
         names = [f"blocks.{i // 2}.{'bias' if i % 2 else 'weight'}" for i in range(tensors)]
     shapes = [(64,) if i % 2 else (64, 64) for i in range(len(names))]
-    found = [kind if isinstance(kind, Kind) else kind_named(kind) for kind in kinds]
+    found = [kind if isinstance(kind, Kind) else KINDS[kind] for kind in kinds]
     taps = TAPS if any(kind.rows == "tap" for kind in found) else ()
     return Catalog.of(names, shapes, ["float32"] * len(names), kinds, taps)
 
@@ -120,7 +120,7 @@ def make_records(
     of_parameters = [kind for kind in catalog.dense if kind.rows == "parameter"]
     others = [kind for kind in catalog.dense if kind.rows == "tap"]
     k, n = len(of_parameters), len(catalog.names)
-    numel = torch.tensor([float(math.prod(shape)) for shape in catalog.shapes], dtype=torch.float64)
+    numel = torch.tensor([math.prod(shape) for shape in catalog.parameters.shapes], dtype=torch.float64)
     levels = torch.tensor([0.05, 1.0, 0.001, *[1.0] * k], dtype=torch.float64)[:k, None]
     level = levels * torch.linspace(1.0, 0.1, max(n, 1), dtype=torch.float64)[:n].expand(k, n)
     for start in range(first, first + steps, batch):

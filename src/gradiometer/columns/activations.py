@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from gradiometer.columns.schema import Column, Derived, Flag, Schema
-from gradiometer.columns.tensors import STATISTICS, TENSORS, ZERO_FRACTION, share
+from gradiometer.columns.tensors import STATISTICS, TENSORS, ZERO_FRACTION, count_of, share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,17 +36,15 @@ ACTIVATIONS: Final = Schema(
     (
         *TENSORS.columns[: TENSORS.num_sums],
         Column("sum4", "sum", "s*s*s*s", "sum of x**4 over finite elements, in fp64"),
-        Column("n_channels", "sum", "1", "channels of each call", "channels", "count", "channels"),
-        Column(
+        count_of("n_channels", "channels of each call", "channels", unit="channels"),
+        count_of(
             "n_zero_channels",
-            "sum",
-            "1",
             "channels whose elements are all 0, of each call",
             "dead channels",
             "rare",
             "channels",
         ),
-        Column("n_calls", "sum", "1", "calls", "calls", "count", "calls"),
+        count_of("n_calls", "calls", "calls", unit="calls"),
         *TENSORS.columns[TENSORS.num_sums :],
     ),
     (
@@ -79,7 +77,3 @@ ACTIVATIONS: Final = Schema(
 
 ACTIVATION_COLUMNS: Final = ACTIVATIONS.columns
 """The raw columns of ``ActivationStats.columns``, in order: name, merge, scaling and meaning of each."""
-ACTIVATION_INDEX: Final = ACTIVATIONS.index
-NUM_ACTIVATION_COLUMNS: Final = ACTIVATIONS.width
-NUM_ACTIVATION_SUMS: Final = ACTIVATIONS.num_sums
-activation_value = ACTIVATIONS.value

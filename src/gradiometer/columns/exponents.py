@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns.schema import Column, Derived, Schema
+from gradiometer.columns.schema import Derived, Schema
+from gradiometer.columns.tensors import count_of
 
 if TYPE_CHECKING:
     from gradiometer.columns.schema import Row
@@ -107,8 +108,7 @@ HIGHEST_BINADE: Final = ((EXPONENT_EDGES[-1] + (1 << _REST)) >> _MANTISSA) - _BI
 
 # zeros; finite numbers; infinities; NaN
 _FIRST_BITS: Final = (1, *EXPONENT_EDGES, _INF_BITS, _INF_BITS + 1)
-NUM_EXPONENT_COLUMNS: Final = len(_FIRST_BITS) + 1
-_INF: Final = NUM_EXPONENT_COLUMNS - 2
+_INF: Final = len(_FIRST_BITS) - 1
 
 
 @cache
@@ -192,24 +192,16 @@ def log2_of(scale: object, what: str) -> int:
     raise ValueError(msg)
 
 
-def tiny_of(form: Format, log2: int = 0) -> int:
-    """Return the first column whose numbers, times ``2**log2``, do not round to 0."""
-    return _COLUMN[form.tiny - _step(log2)]
-
-
-def top_of(form: Format, log2: int = 0) -> int:
-    """Return the first column whose numbers, times ``2**log2``, overflow."""
-    return _COLUMN[form.top - _step(log2)]
-
-
 def losses(columns: Tensor, form: Format, log2: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return how many finite nonzero x a cast of ``x * 2**log2`` makes 0, subnormal, and overflow.
 
     ``(..., C) -> (...)`` each, int64. Subnormal are those whose product is below the smallest normal number,
     before rounding, and does not become 0.
     """
-    tiny, top = tiny_of(form, log2), top_of(form, log2)
-    normal = _COLUMN[_from(form.normal - log2)]
+    # the first columns whose numbers, times 2**log2, do not round to 0, are normal and overflow
+    tiny, normal, top = [
+        _COLUMN[edge] for edge in (form.tiny - _step(log2), _from(form.normal - log2), form.top - _step(log2))
+    ]
     flushed = columns[..., 1:tiny].sum(-1)
     return flushed, columns[..., tiny:normal].sum(-1), columns[..., top:_INF].sum(-1)
 
@@ -248,22 +240,16 @@ def quantile(columns: Tensor, q: float) -> Tensor:
     return torch.where(total.squeeze(-1) > 0, value, torch.nan)
 
 
-def min_exponent(columns: Tensor) -> Tensor:
-    """Return floor(log2 |x|) of the smallest nonzero finite element, ``(..., C) -> (...)``; 0 without."""
-    found = of_binades(columns) > 0
+def _min_exponent(row: Row) -> Tensor:
+    found = of_binades(row.columns) > 0
     first = found.to(torch.int8).argmax(-1) + (LOWEST_BINADE - 1)
     return torch.where(found.any(-1), first, 0)
 
 
-def max_exponent(columns: Tensor) -> Tensor:
-    """Return floor(log2 |x|) of the largest finite element, ``(..., C) -> (...)``; 0 if there is none."""
-    found = of_binades(columns) > 0
+def _max_exponent(row: Row) -> Tensor:
+    found = of_binades(row.columns) > 0
     last = found.shape[-1] - 1 - found.flip(-1).to(torch.int8).argmax(-1) + (LOWEST_BINADE - 1)
     return torch.where(found.any(-1), last, 0)
-
-
-def _numel(row: Row) -> Tensor:
-    return row.columns.sum(-1)
 
 
 _OF: Final = "floor(log2 |x|) of the {} finite element; 0 if there is none"
@@ -271,26 +257,18 @@ _OF: Final = "floor(log2 |x|) of the {} finite element; 0 if there is none"
 EXPONENTS: Final = Schema(
     "exponents",
     (
-        Column("n_zero", "sum", "1", "elements equal to 0", "zeros", "count", "elements"),
-        *[
-            Column(f"bin_{i}", "sum", "1", "finite elements in this bin", "", "count", "elements")
-            for i in range(1, _INF)
-        ],
-        Column("n_inf", "sum", "1", "+Inf and -Inf elements", "±Inf", "rare", "elements"),
-        Column("n_nan", "sum", "1", "NaN elements", "NaN", "rare", "elements"),
+        count_of("n_zero", "elements equal to 0", "zeros"),
+        *[count_of(f"bin_{i}", "finite elements in this bin") for i in range(1, _INF)],
+        count_of("n_inf", "+Inf and -Inf elements", "±Inf", "rare"),
+        count_of("n_nan", "NaN elements", "NaN", "rare"),
     ),
     (
-        Derived("numel", _numel, "elements", "elements", "count"),
+        Derived("numel", lambda row: row.columns.sum(-1), "elements", "elements", "count"),
         Derived(
             "n_nonfinite", lambda row: row("n_nan") + row("n_inf"), "NaN and infinite elements", style="rare"
         ),
-        Derived(
-            "min_exponent",
-            lambda row: min_exponent(row.columns),
-            _OF.format("smallest nonzero"),
-            "min log2 |x|",
-        ),
-        Derived("max_exponent", lambda row: max_exponent(row.columns), _OF.format("largest"), "max log2 |x|"),
+        Derived("min_exponent", _min_exponent, _OF.format("smallest nonzero"), "min log2 |x|"),
+        Derived("max_exponent", _max_exponent, _OF.format("largest"), "max log2 |x|"),
     ),
     dtype=torch.int64,
     storage="sparse",

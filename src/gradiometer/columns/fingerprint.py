@@ -57,7 +57,6 @@ class Fingerprint(NamedTuple):
     weighted_sum: int
 
     def __str__(self) -> str:
-        """Return both sums in hexadecimal."""
         return f"{self.word_sum:016x}{self.weighted_sum:016x}"
 
     @classmethod

@@ -109,6 +109,7 @@ HEALTH: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "max_norm": lambda columns, _: _max_norm(columns),
     "norm_ratio": lambda columns, _: _norm_ratio(columns),
     "is_healthy": is_healthy,
+    "total_norm": lambda columns, _: _total(columns, "norm"),
     "total_zero_fraction": lambda columns, _: _total(columns, "zero_fraction"),
     "total_n_nan": lambda columns, _: _total(columns, "n_nan"),
     "total_n_inf": lambda columns, _: _total(columns, "n_inf"),

@@ -16,14 +16,14 @@ import torch
 
 from gradiometer.columns.roots import sqrt
 from gradiometer.columns.schema import Column, Derived, Flag, Schema
-from gradiometer.columns.tensors import STATISTICS, share
+from gradiometer.columns.tensors import STATISTICS, count_of, share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from gradiometer.columns.schema import Row, Style
+    from gradiometer.columns.schema import Row
 
 
 def _root_of(name: str) -> Callable[[Row], Tensor]:
@@ -45,33 +45,29 @@ def _cosine(dot: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (dot / a / b).clamp(-1.0, 1.0)
 
 
-def _count(name: str, meaning: str, heading: str = "", style: Style = "count") -> Column:
-    return Column(name, "sum", "1", meaning, heading, style, "elements")
-
-
 # `scaling` is for a and b times s, and the same g
 PAIRS: Final = Schema(
     "pairs",
     (
-        _count("numel", "elements", "elements"),
+        count_of("numel", "elements", "elements"),
         Column("sumsq_a", "sum", "s*s", "sum of a**2"),
         Column("sumsq_b", "sum", "s*s", "sum of b**2"),
         Column("dot_ab", "sum", "s*s", "sum of a * b", signed=True),
         Column("sumsq_u", "sum", "s*s", "sum of u**2, where u = a - b"),
         Column("sum_u", "sum", "s", "sum of u", signed=True),
-        _count("n_unchanged", "elements that have the same bits in a and b", "unchanged"),
+        count_of("n_unchanged", "elements that have the same bits in a and b", "unchanged"),
         Column("sumsq_g", "sum", "1", "sum of g**2"),
         Column("dot_ug", "sum", "s", "sum of u * g", signed=True),
-        _count("n_nonzero_g", "elements whose g is not 0"),
-        _count("n_stuck", "unchanged elements whose g is not 0", "stuck"),
-        _count("n_nan", "elements that are NaN in a or b", "NaN", "rare"),
-        _count(
+        count_of("n_nonzero_g", "elements whose g is not 0"),
+        count_of("n_stuck", "unchanged elements whose g is not 0", "stuck"),
+        count_of("n_nan", "elements that are NaN in a or b", "NaN", "rare"),
+        count_of(
             "n_posinf",
             "elements that are +Inf in a, or -Inf in b and finite in a; without NaN",
             "+Inf",
             "rare",
         ),
-        _count(
+        count_of(
             "n_neginf",
             "elements that are -Inf in a, or +Inf in b and finite in a; without NaN",
             "-Inf",
@@ -144,7 +140,3 @@ PAIRS: Final = Schema(
 
 PAIR_COLUMNS: Final = PAIRS.columns
 """The raw columns of ``PairStats.columns``, in order: name, merge, scaling and meaning of each."""
-PAIR_INDEX: Final = PAIRS.index
-NUM_PAIR_COLUMNS: Final = PAIRS.width
-NUM_PAIR_SUMS: Final = PAIRS.num_sums
-pair_value = PAIRS.value

@@ -75,22 +75,10 @@ def spread(values: Tensor, rows: Sequence[int], size: int) -> Tensor:
     """Return ``(size, ...)`` with the values in the given rows and 0 elsewhere, using slices only."""
     if len(rows) == size and all([row == i for i, row in enumerate(rows)]):
         return values
-    # slices need no index tensor on the device
-    parts: list[Tensor] = []
-    done, order = 0, sorted(range(len(rows)), key=rows.__getitem__)
-    i = 0
-    while i < len(order):
-        j = i + 1
-        while j < len(order) and order[j] == order[j - 1] + 1 and rows[order[j]] == rows[order[j - 1]] + 1:
-            j += 1
-        start = rows[order[i]]
-        if start > done:
-            parts.append(values.new_zeros((start - done, *values.shape[1:])))
-        parts.append(values[order[i] : order[j - 1] + 1])
-        done, i = start + (j - i), j
-    if done < size:
-        parts.append(values.new_zeros((size - done, *values.shape[1:])))
-    return torch.cat(parts) if parts else values.new_zeros((size, *values.shape[1:]))
+    places = {row: place for place, row in enumerate(rows)}
+    zeros = iter(range(len(rows), size))
+    filled = torch.cat([values, values.new_zeros((size - len(rows), *values.shape[1:]))])
+    return take(filled, [places[row] if row in places else next(zeros) for row in range(size)])
 
 
 def number(value: float, device: torch.device) -> Tensor:

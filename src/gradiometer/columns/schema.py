@@ -236,7 +236,6 @@ class Schema:
         return len(self.columns)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is a column or derived value of this name."""
         return name in self.index or name in self._functions
 
     def __getitem__(self, name: str) -> Column | Derived:

@@ -12,7 +12,7 @@ from gradiometer.columns.schema import Column, Derived, Flag, Schema
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradiometer.columns.schema import Row
+    from gradiometer.columns.schema import Row, Style
 
 
 def _n_inf(row: Row) -> Tensor:
@@ -21,10 +21,6 @@ def _n_inf(row: Row) -> Tensor:
 
 def _n_nonfinite(row: Row) -> Tensor:
     return row("n_nan") + row("n_inf")
-
-
-def _finite_norm(row: Row) -> Tensor:
-    return sqrt(row("sumsq"))
 
 
 def _norm(row: Row) -> Tensor:
@@ -43,10 +39,6 @@ def _per_finite(row: Row, name: str) -> Tensor:
     return share(row(name), row("numel") - row("n_nonfinite"))
 
 
-def _mean(row: Row) -> Tensor:
-    return _per_finite(row, "sum")
-
-
 def _rms(row: Row) -> Tensor:
     return sqrt(_per_finite(row, "sumsq"))
 
@@ -56,14 +48,21 @@ def _std(row: Row) -> Tensor:
     return sqrt((_per_finite(row, "sumsq") - average * average).clamp(min=0.0))
 
 
+def count_of(
+    name: str, meaning: str, heading: str = "", style: Style = "count", unit: str = "elements"
+) -> Column:
+    """Return a column of counts, which merge by sum."""
+    return Column(name, "sum", "1", meaning, heading, style, unit)
+
+
 # of every schema with the columns that they need
 STATISTICS: Final = (
     Derived("n_inf", _n_inf, "infinite elements of either sign", "±Inf", "rare"),
     Derived("n_nonfinite", _n_nonfinite, "NaN and infinite elements", "NaN, ±Inf", "rare"),
-    Derived("finite_norm", _finite_norm, "L2 norm of the finite elements", "finite norm"),
+    Derived("finite_norm", lambda row: sqrt(row("sumsq")), "L2 norm of the finite elements", "finite norm"),
     Derived("norm", _norm, "L2 norm; NaN with any NaN, else inf with any Inf"),
     Derived("rms", _rms, "root mean square of the finite elements", style="finite"),
-    Derived("mean", _mean, "mean of the finite elements", style="finite"),
+    Derived("mean", lambda row: _per_finite(row, "sum"), "mean of the finite elements", style="finite"),
     Derived("std", _std, "population standard deviation of the finite elements", style="finite"),
 )
 ZERO_FRACTION: Final = Derived(
@@ -73,13 +72,13 @@ ZERO_FRACTION: Final = Derived(
 TENSORS: Final = Schema(
     "tensors",
     (
-        Column("numel", "sum", "1", "elements", "elements", "count", "elements"),
+        count_of("numel", "elements", "elements"),
         Column("sumsq", "sum", "s*s", "sum of x**2 over finite elements, squared and accumulated in fp64"),
         Column("sum", "sum", "s", "sum of x over finite elements", signed=True),
-        Column("n_zero", "sum", "1", "elements equal to 0, including -0", "zeros", "count", "elements"),
-        Column("n_nan", "sum", "1", "NaN elements", "NaN", "rare", "elements"),
-        Column("n_posinf", "sum", "1", "+Inf elements", "+Inf", "rare", "elements"),
-        Column("n_neginf", "sum", "1", "-Inf elements", "-Inf", "rare", "elements"),
+        count_of("n_zero", "elements equal to 0, including -0", "zeros"),
+        count_of("n_nan", "NaN elements", "NaN", "rare"),
+        count_of("n_posinf", "+Inf elements", "+Inf", "rare"),
+        count_of("n_neginf", "-Inf elements", "-Inf", "rare"),
         Column("abs_max", "max", "|s|", "largest finite magnitude, 0 if there is none", "abs max", "finite"),
     ),
     (*STATISTICS, ZERO_FRACTION),
@@ -92,6 +91,3 @@ TENSORS: Final = Schema(
 
 COLUMNS: Final = TENSORS.columns
 """The raw columns, in the order of ``TensorStats.columns``: name, merge, scaling and meaning of each."""
-COLUMN_NAMES: Final = tuple(TENSORS.index)
-COLUMN_INDEX: Final = TENSORS.index
-NUM_COLUMNS: Final = TENSORS.width

@@ -150,7 +150,7 @@ class KeptSteps:
 
 def _weights_of(recorder: Recorder, model: Any) -> dict[str, Tensor]:
     """Return the parameters, and the buffers of modules, by name; of DTensors the local shards."""
-    found = dict(zip(recorder.names_tracked, recorder.parameters_tracked, strict=True))
+    found = dict(zip(recorder.catalog.names, recorder.parameters_tracked, strict=True))
     parts = model.items() if isinstance(model, dict) else [("", model)]
     for prefix, part in parts:
         if isinstance(part, nn.Module):

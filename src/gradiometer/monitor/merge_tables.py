@@ -73,7 +73,7 @@ class TableMerger:
         self._ranks, self._local, self._thresholds = ranks, local, thresholds
         self._fingerprint = fingerprint
         specs = ranks.plan.specs
-        known = dict(zip(local.names, local.shapes, strict=True))
+        known = dict(zip(local.names, local.parameters.shapes, strict=True))
         # the full size is unknown for plain tensors that are parts of a larger one
         shapes = [
             known.get(name, ()) if spec.shape is None else spec.shape

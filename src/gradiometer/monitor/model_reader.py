@@ -200,7 +200,7 @@ class ParameterCheck:
         if self._has_reported:
             return
         tracked = self._recorder.parameters_tracked
-        names = self._recorder.names_tracked
+        names = self._recorder.catalog.names
         known = dict(zip(names, tracked, strict=True))
         now = [(name, _sharded(p, known.get(name))) for name, p in _parameters(self._modules)]
         if now and not (

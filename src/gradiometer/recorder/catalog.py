@@ -28,7 +28,6 @@ class Rows:
     dtypes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        """Return N."""
         return len(self.names)
 
     @cached_property
@@ -72,21 +71,6 @@ class Catalog:
         """The names of the parameters."""
         return self.parameters.names
 
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the parameters."""
-        return self.parameters.shapes
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The dtypes of the parameters."""
-        return self.parameters.dtypes
-
-    @property
-    def index(self) -> Mapping[str, int]:
-        """The index of each parameter, by name."""
-        return self.parameters.index
-
     @cached_property
     def num_tensors(self) -> int:
         """The number of tensors that a step can measure."""
@@ -123,8 +107,8 @@ class Catalog:
         schemas = {kind.schema.name: kind.schema for kind in self.kinds.values()}
         return {
             "names": list(self.names),
-            "shapes": [list(shape) for shape in self.shapes],
-            "dtypes": list(self.dtypes),
+            "shapes": [list(shape) for shape in self.parameters.shapes],
+            "dtypes": list(self.parameters.dtypes),
             "taps": list(self.taps.names),
             "kinds": [kind.to_dict() for kind in self.kinds.values()],
             "schemas": [schema.to_dict() for schema in schemas.values()],
@@ -154,9 +138,9 @@ class Catalog:
         fits = {
             "names": all([isinstance(x, str) for x in names]) and len({*names}) == len(names),
             "shapes": all([isinstance(x, int) and x >= 0 for shape in shapes for x in shape]),
-            "dtypes": all([isinstance(x, str) for x in found.dtypes]),
+            "dtypes": all([isinstance(x, str) for x in rows.dtypes]),
             "kinds": len(found.kinds) == len(kinds) > 0,
-            "lengths": len(found.names) == len(shapes) == len(found.dtypes),
+            "lengths": len(found.names) == len(shapes) == len(rows.dtypes),
         }
         for name, fit in fits.items():
             if not fit:

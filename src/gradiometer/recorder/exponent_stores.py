@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradiometer import ops
-from gradiometer.columns import CURSOR_SIZE, NUM_EXPONENT_COLUMNS, Cursor
+from gradiometer.columns import CURSOR_SIZE, EXPONENTS, Cursor
 from gradiometer.inputs import Named, present
 from gradiometer.recorder.settings import set_step
 from gradiometer.recorder.table import Table
@@ -30,11 +30,8 @@ class ExponentStores(Float64Module):
     it was measured; the last row has only the step. Each cursor is a `gradiometer.columns.Cursor` on the same
     device, so that no device waits for another.
 
-    Args:
-        rows: the rows of the N parameters.
-        parameters: these.
-        kinds: K kinds; the tensors of each kind are on the devices of the parameters.
-        every: steps divisible by this are due.
+    There are rows for N parameters and K kinds; the tensors of each kind are on the devices of the
+    parameters. Steps divisible by ``every`` are due.
     """
 
     def __init__(self, rows: Rows, parameters: Sequence[Tensor], kinds: tuple[Kind, ...], every: int) -> None:
@@ -45,7 +42,7 @@ class ExponentStores(Float64Module):
         devices = [p.device for p in parameters] * len(kinds)
         self._rows = [[i for i, x in enumerate(devices) if x == device] for device in dict.fromkeys(devices)]
         for place, (device, own) in enumerate(zip(dict.fromkeys(devices), self._rows, strict=True)):
-            store = torch.full((len(own) + 1, NUM_EXPONENT_COLUMNS + 1), -1, dtype=torch.int64, device=device)
+            store = torch.full((len(own) + 1, EXPONENTS.width + 1), -1, dtype=torch.int64, device=device)
             cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=device)
             cursor[Cursor.EVERY].fill_(float(every))
             self.register_buffer(f"store_{place}", store, persistent=False)
@@ -94,7 +91,7 @@ class ExponentStores(Float64Module):
 
     def copy(self) -> list[Pending[list[Tensor]]]:
         """Start to copy the stores to the host, each on the current stream of its device, and return."""
-        return [Pending([store], _same) for _, store, _ in self._each()]
+        return [Pending([store], list) for _, store, _ in self._each()]
 
     def tables_of(self, copies: Sequence[Sequence[Tensor]], step: int) -> dict[str, Table]:
         """Return the tables of a step from copies that have arrived; none if it was not measured."""
@@ -103,7 +100,7 @@ class ExponentStores(Float64Module):
         size = len(self._parameter_rows)
 
         def counts(first: int) -> Tensor:
-            found = torch.zeros((size, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu")
+            found = torch.zeros((size, EXPONENTS.width), dtype=torch.int64, device="cpu")
             for rows, (store,) in zip(self._rows, copies, strict=True):
                 places = torch.tensor(rows, device="cpu") - first
                 own = (places >= 0) & (places < size)
@@ -115,7 +112,3 @@ class ExponentStores(Float64Module):
             kind.name: Table(kind, self._parameter_rows, partial(counts, i * size))
             for i, kind in enumerate(self._kinds)
         }
-
-
-def _same(copies: list[Tensor]) -> list[Tensor]:
-    return copies

@@ -154,7 +154,7 @@ class Recorder(StepRing):
         home = next((device for device in devices if device.type != "cpu"), devices[0])
         super().__init__(catalog, thresholds, capacity, home, list(parameters), fingerprint=bool(fingerprint))
         # Dynamo cannot trace the lock of a cached property
-        self._index = catalog.index
+        self._index = catalog.parameters.index
         self._own = [kind for kind in catalog.dense if kind.measure is not None]
         self._has_weights = WEIGHTS.name in catalog.kinds
         # gradients and weights are measured together
@@ -211,8 +211,7 @@ class Recorder(StepRing):
         if self._consensus is not None:
             self._consensus.begin()
         if stats is not None:
-            self._append(GRADS, of_this_rank(stats, TensorStats, "collect_grads"))
-            self._append_weights()
+            self._append_all(of_this_rank(stats, TensorStats, "collect_grads"))
             return None
         ring, parameters = self.ring, self._tracked[0]
         # the scale applies to gradients only
@@ -239,11 +238,11 @@ class Recorder(StepRing):
                     fingerprint=self.fingerprint,
                 )
                 return grads
-        self._append(GRADS, self._collect(GRADS, grads, inv_scale))
-        self._append_weights()
+        self._append_all(self._collect(GRADS, grads, inv_scale))
         return grads
 
-    def _append_weights(self) -> None:
+    def _append_all(self, grads: TensorStats) -> None:
+        self._append(GRADS, grads)
         if self._has_weights:
             self._append(WEIGHTS, self._collect(WEIGHTS, self._tensors("weights")))
 
@@ -336,11 +335,11 @@ class Recorder(StepRing):
     def _collect(
         self, kind: Kind, tensors: list[Tensor | None], inv_scale: Tensor | float | None = None
     ) -> TensorStats:
-        found = [(name, x) for name, x in zip(self.catalog.names, tensors, strict=True) if x is not None]
-        named = Named(tuple([kind.label(name) for name, _ in found]), [x for _, x in found])
+        found = present(self.catalog.names, tensors)
+        named = Named(tuple([kind.label(name) for name in found.names]), found.tensors)
         options: dict[str, Any] = {"home": self.ring.device, "fingerprint": self.fingerprint}
         stats = measure(named, "Recorder", self.thresholds, inv_scale, **options)
-        return replace(stats, names=tuple([name for name, _ in found]))
+        return replace(stats, names=found.names)
 
     def _append(self, kind: Kind, stats: TensorStats) -> None:
         """Write statistics into the rows of their names; the other rows of the step do not change."""

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from gradiometer import distributed, ops
-from gradiometer.columns import TENSORS, Cursor
-from gradiometer.columns.roots import sqrt
+from gradiometer.columns import TENSORS, Cursor, sqrt
 from gradiometer.stats import Float64Module
 
 if TYPE_CHECKING:
@@ -21,11 +20,6 @@ class SkipConsensus(Float64Module):
     """One skip decision for all ranks, from each rank's own decision and the sum of all squares.
 
     For copies of a gradient only the first rank's squares count. Non-finite values count on every rank.
-
-    Args:
-        names: of the N gradients.
-        ranks: the ranks' agreement.
-        home: the device.
 
     Attributes:
         adds_up: whether squares are summed; only a limit of the norm needs this.
@@ -66,10 +60,7 @@ class SkipConsensus(Float64Module):
     def decide(self, ring: Tensor, cursor: Tensor, layout: RingLayout) -> Tensor:
         """Return the decision, 0-d bool. It takes one collective, once after each `begin`.
 
-        Args:
-            ring: the ring; the decision is written into the header of its current step.
-            cursor: the ring's state; this rank's decision in it is replaced by that of all ranks.
-            layout: of the ring.
+        It is written into the header of the ring's current step, and into the cursor in place of this rank's.
         """
         if not self._decided:
             skip = cursor[Cursor.SKIP : Cursor.SKIP + 1]

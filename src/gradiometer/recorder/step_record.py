@@ -58,7 +58,6 @@ class StepRecord:
     diverged: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """Return a one-line summary."""
         tables = f"{self.catalog.num_tensors} tensors" if self.recorded else "no tensors"
         return f"<StepRecord: step {self.step}, {tables}>"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,10 @@ from gradiometer.inputs import describe
 from gradiometer.recorder.settings import check_cursor, check_integer, check_skips, set_step
 from gradiometer.recorder.step_record import StepRecord
 from gradiometer.recorder.store import RingLayout
-from gradiometer.recorder.stream_order import StreamOrder
 from gradiometer.stats import Float64Module, fetch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
     from typing import Self
 
@@ -31,19 +31,52 @@ if TYPE_CHECKING:
     from gradiometer.stats import Taps
 
 
+class StreamOrder:
+    """Makes each use of some memory wait for the one before, if that was queued on another stream.
+
+    The host does not wait. Uses in a compiled function or a captured graph are not seen, because a replay
+    runs no Python code: the caller has to make streams wait for it.
+
+    >>> import torch
+    >>> order = StreamOrder()
+    >>> with order.on(torch.device("cpu")):  # a GPU's current stream comes after all uses before
+    ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.Stream, torch.Event] | None = None
+
+    def on(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context for one use of the memory, on the device's current stream."""
+        if device.type == "cpu" or torch.compiler.is_compiling() or ops.is_capturing(device):
+            return nullcontext()
+        return self._use(device)
+
+    @contextmanager
+    def _use(self, device: torch.device) -> Iterator[None]:
+        stream = torch.accelerator.current_stream(device)
+        if self._last is not None and self._last[0] == stream:
+            event = self._last[1]
+        else:
+            event = torch.Event(device)
+            if self._last is not None:
+                stream.wait_event(self._last[1])
+        try:
+            yield
+        finally:
+            event.record(stream)
+            self._last = stream, event
+
+    def __reduce__(self) -> Any:
+        # events can be neither copied nor pickled; a copy of the memory has no uses yet
+        return StreamOrder, ()
+
+
 class StepRing(Float64Module):
     """The buffers that recorded steps are written to, and what moves them from step to step.
 
-    Args:
-        catalog: the tables of a step.
-        thresholds: limits of the flags.
-        capacity: the number of steps.
-        home: the device.
-        fingerprint: whether kinds that can have fingerprints have them.
-        parameters: the parameters, in the order of the catalog.
-
-    Raises:
-        ValueError: if the ring cannot be allocated.
+    They are on the device ``home``; a ValueError if it has too little memory for ``capacity`` steps. The
+    parameters are in the order of the catalog.
     """
 
     ring: Tensor
@@ -89,13 +122,8 @@ class StepRing(Float64Module):
 
     @property
     def parameters_tracked(self) -> list[Tensor]:
-        """The parameters, in the order of `names_tracked`."""
+        """The parameters, in the order of the catalog."""
         return self._tracked[0]
-
-    @property
-    def names_tracked(self) -> tuple[str, ...]:
-        """The names of the parameters."""
-        return self.catalog.names
 
     def configure_(
         self,

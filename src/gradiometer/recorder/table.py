@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +71,6 @@ class Table:
         return cls(kind, rows, (positions, counts))  # type: ignore[arg-type] # as `sparse` keeps it
 
     def __repr__(self) -> str:
-        """Return a one-line summary."""
         return f"<Table: {self.kind.name} of {len(self.rows)} tensors>"
 
     @property
@@ -111,13 +111,9 @@ class Table:
             self._flags = self.kind.schema.flags_of(self.values, self.thresholds)
         return self._flags
 
-    @property
+    @cached_property
     def measured(self) -> Tensor:
         """Which rows were measured, ``(N,) bool``."""
-        found: Tensor = self._cached("measured", self._measured)
-        return found
-
-    def _measured(self) -> Tensor:
         # a run has sparse schemas without their derived values, such as the number of elements
         return (self.value("numel") if "numel" in self.kind.schema else self.values.count_nonzero(dim=1)) > 0
 
@@ -130,11 +126,10 @@ class Table:
         found: Tensor = self._cached(f"value {name}", lambda: self.kind.schema.value(self.values, name))
         return found
 
-    @property
+    @cached_property
     def merged(self) -> Tensor:
         """The raw columns of all rows together, ``(C,)``."""
-        found: Tensor = self._cached("merged", lambda: self.kind.schema.merge_rows(self.values))
-        return found
+        return self.kind.schema.merge_rows(self.values)
 
     def total(self, name: str = "norm") -> float:
         """Return a raw column or derived value, by name, of all rows together."""
@@ -176,10 +171,6 @@ class Table:
         )
 
     def stats(self) -> Any:
-        """Return the measured rows as stats on the CPU, such as `gradiometer.ExponentStats`.
-
-        Raises:
-            TypeError: for a schema without such a class.
-        """
+        """Return the measured rows as stats on the CPU, such as `gradiometer.ExponentStats`."""
         names = tuple(itertools.compress(self.rows.names, self.measured.tolist()))
         return stats_of(self.kind.schema, names, self.values[self.measured])

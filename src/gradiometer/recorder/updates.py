@@ -121,7 +121,7 @@ class Updates:
 
     def _parameters(self) -> dict[str, Tensor]:
         recorder, names = self._recorder, self._names
-        every = zip(recorder.names_tracked, recorder.parameters_tracked, strict=True)
+        every = zip(recorder.catalog.names, recorder.parameters_tracked, strict=True)
         return {name: p for name, p in every if names is None or name in names}
 
 

@@ -196,7 +196,7 @@ class Untied(WholeRule):
         if not record.has("weights"):
             return found
         self.count += 1
-        columns, index = record.columns("weights"), record.catalog.index
+        columns, index = record.columns("weights"), record.catalog.parameters.index
         if self.count == 1:
             self.pairs = self._copies(record, columns)
         learns = record.measured()
@@ -228,7 +228,7 @@ class Untied(WholeRule):
         return [name for pair in named if _differ(*pair) for name in pair]
 
     def _about(self, record: StepRecord, name: str, text: str) -> Finding:
-        known = name if name in record.catalog.index else None
+        known = name if name in record.catalog.parameters.index else None
         return self.finding(record, record.step, known, 1.0, 0.0, text, TIE, self.severity, "weights")
 
     def check_value(self, key: str, value: Any) -> None:

@@ -191,7 +191,7 @@ class NotUpdated(ChangeRule):
         return causes
 
     def _dtypes(self, record: StepRecord, which: Tensor) -> str:
-        dtypes = {record.catalog.dtypes[place] for place in which.nonzero().flatten().tolist()}
+        dtypes = {record.catalog.parameters.dtypes[place] for place in which.nonzero().flatten().tolist()}
         return " and ".join(sorted(dtypes))
 
     def _finding(

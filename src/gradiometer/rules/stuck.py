@@ -99,7 +99,7 @@ class Stuck(LastingRule):
             severe = torch.zeros_like(severe)
 
         def describe(place: int) -> Observation:
-            value, dtype = float(share[place]), record.catalog.dtypes[place]
+            value, dtype = float(share[place]), record.catalog.parameters.dtypes[place]
             part = "all" if value == 1.0 else f"{math.floor(100 * value)}%"
             message = f"{part} of the elements whose gradient is not 0 stay the same since step "
             message += f"{int(self.since[place])}: "

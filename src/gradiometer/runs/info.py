@@ -103,10 +103,10 @@ def merged_catalog(catalog: Catalog, old: Catalog | None) -> Catalog:
     """
     names = [encodable(name) for name in catalog.names]
     taps = [encodable(name) for name in catalog.taps.names]
-    shapes, dtypes, kinds = [*catalog.shapes], [*catalog.dtypes], dict(catalog.kinds)
+    shapes, dtypes, kinds = [*catalog.parameters.shapes], [*catalog.parameters.dtypes], dict(catalog.kinds)
     if old is not None:
         known = {*names, *taps}
-        for name, shape, dtype in zip(old.names, old.shapes, old.dtypes, strict=True):
+        for name, shape, dtype in zip(old.names, old.parameters.shapes, old.parameters.dtypes, strict=True):
             if name not in known:
                 names.append(name)
                 shapes.append(shape)

@@ -5,8 +5,7 @@ synchronization. One copy to the host turns them into reports, tables and mappin
 Nothing here modifies a tensor.
 """
 
-from gradiometer.stats.activation_report import ActivationReport, ActivationRow
-from gradiometer.stats.activation_stats import ActivationStats
+from gradiometer.stats.activation_stats import ActivationReport, ActivationRow, ActivationStats
 from gradiometer.stats.attention_taps import (
     EXPERT_LOAD,
     MAX_LOGIT,
@@ -16,12 +15,11 @@ from gradiometer.stats.attention_taps import (
     tap_router,
 )
 from gradiometer.stats.block_formats import BlockLosses, block_losses
-from gradiometer.stats.check_replicas import check_replicas
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
 from gradiometer.stats.compare import collect_updates, compare, updates_of
 from gradiometer.stats.ema import EMA, Smoothed
-from gradiometer.stats.exponent_stats import ExponentStats, collect_exponents, exponents_of
-from gradiometer.stats.fingerprint import NOT_COMPARED, fingerprint, leaves, texts
+from gradiometer.stats.exponent_stats import ExponentStats, collect_exponents, precision_report
+from gradiometer.stats.fingerprint import NOT_COMPARED, check_replicas, fingerprint, leaves, texts
 from gradiometer.stats.float64_module import Float64Module, first_unfit
 from gradiometer.stats.group_ratio import group_ratio
 from gradiometer.stats.grouping import GroupRule, pairs_of
@@ -30,16 +28,13 @@ from gradiometer.stats.materialize import materialize, materialize_async
 from gradiometer.stats.measure import grads_of, measure, over_ranks, over_ranks_with, plain, settled
 from gradiometer.stats.named_stats import NamedStats, stats_of
 from gradiometer.stats.norms import Norms, finite_norm, norms_of, order_of
-from gradiometer.stats.pair_report import PairReport, PairRow
-from gradiometer.stats.pair_stats import PairStats
-from gradiometer.stats.precision import precision_report
+from gradiometer.stats.pair_stats import PairReport, PairRow, PairStats
 from gradiometer.stats.precision_report import FormatFit, PrecisionReport, PrecisionRow
 from gradiometer.stats.repeats import is_repeating, keep_in_repeats, repeating
-from gradiometer.stats.report import ModuleReports, Report
+from gradiometer.stats.report import ModuleReports, Report, TensorReport
 from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.table_report import TableReport, report_of
 from gradiometer.stats.taps import Taps, tap
-from gradiometer.stats.tensor_report import TensorReport
 from gradiometer.stats.tensor_stats import TensorStats
 from gradiometer.stats.text_table import aligned, amount, percent, with_short_names
 
@@ -84,7 +79,6 @@ __all__ = [
     "collect_updates",
     "collect_weights",
     "compare",
-    "exponents_of",
     "fetch",
     "fingerprint",
     "finite_norm",

@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.inputs import check_names, named_parameters, named_tensors, present
-from gradiometer.stats.in_graph import grads_in_graph
+from gradiometer.ops import tensor_stats_in_graph
 from gradiometer.stats.measure import measure, measure_grads, over_ranks, over_ranks_with
 from gradiometer.stats.norms import finite_norm, norms_of, order_of
+from gradiometer.stats.tensor_stats import TensorStats
 
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters, Tensors
-    from gradiometer.stats.tensor_stats import TensorStats
 
 
 def collect_grads(
@@ -65,11 +66,41 @@ def collect_grads(
     """
     is_plain = inv_scale is None and skip_nonfinite is reduce is fingerprint is False
     if is_plain and torch.compiler.is_compiling():
-        stats = grads_in_graph(model, thresholds)
+        stats = _grads_in_graph(model, thresholds)
         if stats is not None:
             return stats
     options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "reduce": reduce, "fingerprint": fingerprint}
     return measure_grads(model, "collect_grads", thresholds, inv_scale, **options)[1]
+
+
+def _grads_in_graph(model: Parameters, thresholds: Thresholds) -> TensorStats | None:
+    """Return the statistics of the gradients of a module; None unless each is an ordinary dense tensor.
+
+    Dynamo guards every function and every global that it traces, and checks the guards before each step.
+    Those of `gradiometer.stats.measure` take longer than the measurement of a few small tensors.
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, (DistributedDataParallel, DataParallel)):
+        return None
+    names: list[str] = []
+    grads: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if type(parameter) is not nn.Parameter or "_orig_mod" in name or "_wrapped_module" in name:
+            return None
+        if grad is None:
+            continue
+        if type(grad) is not Tensor or grad.is_sparse or not grad.is_floating_point() or grad.itemsize < 2:
+            return None
+        if grad.device != parameter.device or grad.device.type not in ("cpu", "cuda"):
+            return None
+        names.append(name)
+        grads.append(grad)
+    if not isinstance(thresholds, Thresholds) or len({grad.device for grad in grads}) != 1:
+        return None
+    if len(set(names)) != len(names):
+        return None
+    columns, flags = tensor_stats_in_graph(grads, thresholds)
+    return TensorStats(tuple(names), columns, flags, thresholds)
 
 
 def collect_weights(

@@ -9,13 +9,7 @@ from torch import Tensor, nn
 
 from gradiometer import ops
 from gradiometer.columns import PAIRS
-from gradiometer.inputs import (
-    Named,
-    check_names,
-    local_shards,
-    named_parameters,
-    named_tensors,
-)
+from gradiometer.inputs import Named, check_names, local_shards, named_parameters, named_tensors, present
 from gradiometer.stats.measure import over_ranks, plain, rows_by_device, settled
 from gradiometer.stats.pair_stats import PairStats
 from gradiometer.stats.snapshot import Snapshot
@@ -104,8 +98,7 @@ def collect_updates(model: Parameters, snapshot: Snapshot, *, reduce: bool | Ran
     parameters = snapshot.parameters_in(model, what)
 
     def measured(ranks: Ranks | None) -> PairStats:
-        found = [(n, p.grad) for n, p in zip(*parameters, strict=True) if p.grad is not None]
-        grads = Named(tuple([name for name, _ in found]), [grad for _, grad in found])
+        grads = present(parameters.names, [p.grad for p in parameters.tensors])
         return updates_of(parameters, snapshot, settled(grads, parameters, ranks, what), what)
 
     return over_ranks(reduce, parameters, what, measured, schema=PAIRS)
@@ -117,12 +110,10 @@ def updates_of(parameters: Named, snapshot: Snapshot, grads: Named, what: str) -
     weights = local_shards(parameters, what)
     sides = snapshot.pairs_of(weights, [there.get(name) for name in weights.names], what)
     stats = _measure(*sides, what)
-    return stats if snapshot.scale is None else _scaled(stats, snapshot.scale)
-
-
-def _scaled(stats: PairStats, scale: Tensor) -> PairStats:
+    if snapshot.scale is None:
+        return stats
     sums, maxima = PAIRS.by_merge(stats.columns)
-    return PairStats(stats.names, torch.cat([sums * scale, maxima], dim=1))
+    return PairStats(stats.names, torch.cat([sums * snapshot.scale, maxima], dim=1))
 
 
 def _named(source: Parameters, what: str) -> Named:
@@ -152,11 +143,11 @@ def _measure(a: Named, b: Named, g: list[Tensor | None] | None, what: str) -> Pa
     if not names:
         return PairStats(names, torch.empty((0, PAIRS.width), dtype=torch.float64, device="cpu"))
 
-    def measured(rows: list[int]) -> Tensor:
+    def measured(rows: list[int]) -> list[Tensor]:
         own = [None if tensors is None else [tensors[i] for i in rows] for tensors in (left, right, grads)]
-        return ops.measure_pairs(*own)  # type: ignore[arg-type]
+        return [ops.measure_pairs(*own)]  # type: ignore[arg-type]
 
-    return PairStats(names, rows_by_device(left, measured))
+    return PairStats(names, rows_by_device(left, measured)[0])
 
 
 def _described(x: Tensor) -> str:

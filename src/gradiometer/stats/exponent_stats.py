@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from gradiometer import ops
 from gradiometer.columns import (
@@ -18,7 +19,7 @@ from gradiometer.columns import (
     power_of_two,
     quantile,
 )
-from gradiometer.inputs import check_names, local_shards, named_tensors
+from gradiometer.inputs import Named, check_names, local_shards, named_parameters, named_tensors, present
 from gradiometer.stats.device_values import ExponentValues
 from gradiometer.stats.host_copy import fetch, outside_of_a_graph
 from gradiometer.stats.measure import over_ranks, plain, rows_by_device
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradiometer.distributed import Ranks
-    from gradiometer.inputs import Named, Tensors
+    from gradiometer.inputs import Parameters, Tensors
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -177,5 +178,41 @@ def exponents_of(named: Named, caller: str) -> ExponentStats:
     names, tensors = named.names, plain(named, caller)
     if not tensors:
         return ExponentStats(names, torch.empty((0, EXPONENTS.width), dtype=torch.int64, device="cpu"))
-    measured = rows_by_device(tensors, lambda rows: ops.measure_exponents([tensors[i] for i in rows]))
-    return ExponentStats(names, measured)
+    measured = rows_by_device(tensors, lambda rows: [ops.measure_exponents([tensors[i] for i in rows])])
+    return ExponentStats(names, measured[0])
+
+
+def precision_report(
+    source: Parameters | ExponentStats, formats: Iterable[Any] | None = None
+) -> PrecisionReport:
+    """Report which tensors fit which narrow floating-point format. Waits for the device.
+
+    For each format: how many elements a cast would round to 0 or overflow, and the power-of-two scale that
+    loses the fewest.
+
+    Args:
+        source: a module, whose parameters and gradients are measured; a mapping, pairs or a list of tensors;
+            or `ExponentStats`. Gradients are named after their parameters, with ``.grad``.
+        formats: ``"float16"``, ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"float8_e5m2"``, or the torch
+            dtypes; all four by default.
+
+    Raises:
+        TypeError: for a tensor that cannot be measured; the message names it.
+        ValueError: for another format.
+
+    >>> import torch, gradiometer as gm
+    >>> report = gm.precision_report({"w": torch.tensor([1e-9, 0.5, 1.0])}, [torch.float16])
+    >>> report["w"].formats["float16"].n_flushed
+    1
+    """
+    what = "precision_report"
+    if isinstance(source, ExponentStats):
+        return source.report(formats)
+    if isinstance(source, nn.Module):
+        parameters = named_parameters(source, what)
+        grads = present(parameters.names, [p.grad for p in parameters.tensors])
+        names = (*parameters.names, *[f"{name}.grad" for name in grads.names])
+        named = Named(names, [*parameters.tensors, *grads.tensors])
+    else:
+        named = named_tensors(source, what)
+    return exponents_of(named, what).report(formats)

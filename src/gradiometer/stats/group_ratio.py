@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, overload
 import torch
 from torch import Tensor
 
-from gradiometer.columns.roots import sqrt
-from gradiometer.columns.rows import take
+from gradiometer.columns import sqrt, take
 from gradiometer.inputs import on_device
 from gradiometer.stats.tensor_stats import TensorStats
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
-from gradiometer.columns import (
+from gradiometer.columns.health import (
     EXPLODING_WEIGHT,
     HEALTH,
     MAX_NORM_RATIO,
     MAX_ZERO_FRACTION,
-    TENSORS,
     VANISHING_WEIGHT,
     is_healthy,
     score,
@@ -65,11 +64,8 @@ class HealthValues(Generic[Number, Truth]):
     is_healthy = OfAll[Truth]()
     """Whether all elements are finite, nothing explodes, norm ratio < 1000 and zero fraction < 0.5."""
 
-    @property
-    def total_norm(self) -> Number:
-        """L2 norm of all tensors together; 0 with none."""
-        norm: Number = self._computed(_total_norm)
-        return norm
+    total_norm = OfAll[Number]()
+    """L2 norm of all tensors together; 0 with none."""
 
     @property
     def health(self) -> Number:
@@ -121,8 +117,3 @@ class HealthValues(Generic[Number, Truth]):
     def _num_measured(self) -> Tensor | None:
         """Return the number of rows that some rank has measured, 0-d float64; None: all."""
         return None
-
-
-def _total_norm(columns: Tensor, flags: Tensor) -> Tensor:
-    del flags
-    return TENSORS.value(TENSORS.merge_rows(columns), "norm")

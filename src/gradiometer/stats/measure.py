@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_FINGERPRINT_COLUMNS, TENSORS, Thresholds
-from gradiometer.columns.rows import number, take
+from gradiometer.columns.rows import number
 from gradiometer.distributed import UNKNOWN, given_ranks, implicit_ranks_for, is_active, settle, sharding_here
 from gradiometer.inputs import (
     Named,
@@ -169,6 +169,7 @@ def _any_dtensor(named: Named) -> bool:
     return any([is_dtensor(kind) for kind in {type(tensor) for tensor in named.tensors}])
 
 
+@torch.no_grad()
 def measure(
     named: Named,
     caller: str,
@@ -180,23 +181,6 @@ def measure(
     home: torch.device | None = None,
 ) -> TensorStats:
     """Measure named tensors as `collect` does; ``caller`` names the caller in error messages."""
-    with torch.no_grad():
-        stats = _measure_named(named, thresholds, inv_scale, caller, home, fingerprint=fingerprint)
-    if not skip_nonfinite:
-        return stats
-    flags = TENSORS.flags_of(stats.columns, thresholds, skip_nonfinite=True)
-    return replace(stats, flags=flags, skip_nonfinite=True)
-
-
-def _measure_named(
-    named: Named,
-    thresholds: Thresholds,
-    inv_scale: Tensor | float | None,
-    caller: str,
-    home: torch.device | None,
-    *,
-    fingerprint: bool,
-) -> TensorStats:
     if not isinstance(thresholds, Thresholds):
         msg = f"{caller}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
         raise TypeError(msg)
@@ -211,21 +195,21 @@ def _measure_named(
         columns = torch.empty((0, TENSORS.width), dtype=torch.float64, device=home or "cpu")
         bits = columns.new_empty((0, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64) if fingerprint else None
         flags = columns.new_empty((0,), dtype=torch.int32)
-        return TensorStats(names, columns, flags, thresholds, fingerprints=bits)
+        return TensorStats(names, columns, flags, thresholds, skip_nonfinite, fingerprints=bits)
     if any([is_plain_subclass(kind) for kind in traits.types]):
         # neither a subclass's own operators nor its type may affect the result
         tensors = [t.as_subclass(Tensor) if is_plain_subclass(type(t)) else t for t in tensors]
     sparse = torch.sparse_coo in traits.layouts
     values = dense if fingerprint else _values
     stored = [values(tensor) for tensor in tensors] if sparse else tensors
-    devices = traits.devices
     columns, flags, bits = _measure_tensors(
-        stored, devices, thresholds, inv_scale, plan, fingerprint=fingerprint
+        stored, traits.devices, thresholds, inv_scale, plan, fingerprint=fingerprint
     )
     if sparse:
         columns = _add_implicit_zeros(columns, tensors, stored)
-        flags = TENSORS.flags_of(columns, thresholds)
-    return TensorStats(names, columns, flags, thresholds, fingerprints=bits)
+    if sparse or skip_nonfinite:
+        flags = TENSORS.flags_of(columns, thresholds, skip_nonfinite=skip_nonfinite)
+    return TensorStats(names, columns, flags, thresholds, skip_nonfinite, fingerprints=bits)
 
 
 def _measure_tensors(
@@ -244,52 +228,48 @@ def _measure_tensors(
             return *ops.tensor_stats_in_graph(tensors, thresholds, scale), None
         return ops.measure(tensors, thresholds, scale, plan, fingerprint=fingerprint)
 
-    # Copying to the CPU would wait for the device, so the CPU's rows are copied to the device. The CPU comes
-    # last, since the host itself measures there while the other devices work.
-    order = sorted(devices, key=lambda device: device.type == "cpu")
-    home = order[0]
-    # runs of consecutive tensors on one device
-    runs: list[tuple[torch.device, list[Tensor]]] = []
-    for tensor in tensors:
-        if not runs or runs[-1][0] != tensor.device:
-            runs.append((tensor.device, []))
-        runs[-1][1].append(tensor)
-    # columns, flags and fingerprints of the runs of each device
-    found: dict[torch.device, Iterator[tuple[Tensor, ...]]] = {}
-    for device in order:
-        own = [run for where, run in runs if where == device]
-        # copying the scale to the CPU would wait, too, so the CPU's rows are rescaled on `home`
-        late = isinstance(scale, Tensor) and scale.device.type != "cpu" and device.type == "cpu"
-        factor = _on(scale, home if late else device)
-        mine = [x for run in own for x in run]
-        part = ops.measure(
-            mine, thresholds, None if late else factor, ops.recognize(mine), fingerprint=fingerprint
+    home = next((device for device in devices if device.type != "cpu"), devices[0])
+
+    def measured(rows: list[int]) -> list[Tensor]:
+        own = [tensors[i] for i in rows]
+        # copying the scale to the CPU would wait, so the CPU's rows are rescaled on `home`
+        late = isinstance(scale, Tensor) and scale.device.type != "cpu" and own[0].device.type == "cpu"
+        factor = _on(scale, home if late else own[0].device)
+        columns, flags, bits = ops.measure(
+            own, thresholds, None if late else factor, ops.recognize(own), fingerprint=fingerprint
         )
-        rows, flags, *bits = [x.to(home, non_blocking=True) for x in part if x is not None]
         if late and factor is not None:
-            rows = TENSORS.scaled(rows, factor.reshape(()).to(rows))
-            flags = TENSORS.flags_of(rows, thresholds)
-        # slices, so that no index tensor is copied
-        sizes = [len(run) for run in own]
-        found[device] = zip(*[x.split(sizes) for x in (rows, flags, *bits)], strict=True)
-    columns, flags, *bits = [
-        torch.cat(x) for x in zip(*[next(found[where]) for where, _ in runs], strict=True)
-    ]
+            columns = columns.to(home, non_blocking=True)
+            columns = TENSORS.scaled(columns, factor.reshape(()).to(columns))
+            flags = TENSORS.flags_of(columns, thresholds)
+        return [x for x in (columns, flags, bits) if x is not None]
+
+    columns, flags, *bits = rows_by_device(tensors, measured)
     return columns, flags, bits[0] if bits else None
 
 
-def rows_by_device(tensors: Sequence[Tensor], measured: Callable[[list[int]], Tensor]) -> Tensor:
-    """Return a row per tensor; ``measured`` returns those of the tensors at some indices, on one device."""
-    # the first device that is not the CPU: copying to the CPU would wait for it
+def rows_by_device(tensors: Sequence[Tensor], measured: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:
+    """Return tables with a row per tensor, on the first device that is not the CPU.
+
+    ``measured`` returns the rows of the tensors at some indices, which are on one device, of each table.
+    """
+    # Copying to the CPU would wait for the device, so the CPU's rows are copied to the device. The CPU comes
+    # last, since the host itself measures there while the other devices work.
     devices = sorted(dict.fromkeys([x.device for x in tensors]), key=lambda device: device.type == "cpu")
-    places = [[i for i, x in enumerate(tensors) if x.device == device] for device in devices]
-    found = [measured(own).to(devices[0], non_blocking=True) for own in places]
-    order = [i for own in places for i in own]
-    return (
-        found[0]
-        if len(found) == 1
-        else take(torch.cat(found), sorted(range(len(order)), key=order.__getitem__))
-    )
+    if len(devices) == 1:
+        return measured(list(range(len(tensors))))
+    runs: list[tuple[torch.device, list[int]]] = []
+    for i, x in enumerate(tensors):
+        if not runs or runs[-1][0] != x.device:
+            runs.append((x.device, []))
+        runs[-1][1].append(i)
+    found: dict[torch.device, Iterator[tuple[Tensor, ...]]] = {}
+    for device in devices:
+        own = [rows for where, rows in runs if where == device]
+        tables = [x.to(devices[0], non_blocking=True) for x in measured([i for rows in own for i in rows])]
+        # slices, so that no index tensor is copied
+        found[device] = zip(*[x.split([len(rows) for rows in own]) for x in tables], strict=True)
+    return [torch.cat(x) for x in zip(*[next(found[where]) for where, _ in runs], strict=True)]
 
 
 def _check_scale(inv_scale: Tensor | float | None, caller: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
-from gradiometer.columns.rows import first_rank, merge_groups
+from gradiometer.columns import Schema, first_rank, merge_groups
 from gradiometer.distributed import (
     UNKNOWN,
     Sharding,
@@ -28,7 +28,6 @@ from gradiometer.stats.table_report import TableReport, report_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from gradiometer.columns import Schema
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
     from gradiometer.stats.grouping import GroupRule

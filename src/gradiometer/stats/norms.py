@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from gradiometer.columns import TENSORS
-from gradiometer.columns.roots import sqrt
+from gradiometer.columns import TENSORS, sqrt
 from gradiometer.inputs import Named, is_plain_subclass, local_shards
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from gradiometer.columns import (
     EXPONENTS,
     FORMATS,
     LOWEST_BINADE,
-    Format,
     best_scales,
     format_of,
     losses,
@@ -122,7 +121,23 @@ class PrecisionReport(TableReport[PrecisionRow]):
         self, names: Sequence[str], columns: Tensor, flags: Tensor | None, fingerprints: Tensor | None
     ) -> Iterator[PrecisionRow]:
         del flags, fingerprints
-        return iter(_rows_of(names, columns, self._formats))
+        fits: list[list[tuple[str, FormatFit]]] = [[] for _ in names]
+        for form in self._formats:
+            plain = [x.tolist() for x in losses(columns, form)]
+            logs = best_scales(columns, form).tolist()
+            scaled = [losses(row, form, log2) for row, log2 in zip(columns, logs, strict=True)]
+            for i, log2 in enumerate(logs):
+                flushed, _, over = [int(x) for x in scaled[i]]
+                found = FormatFit(plain[0][i], plain[1][i], plain[2][i], 2.0**log2, flushed, over)
+                fits[i].append((form.name, found))
+        binades = of_binades(columns)
+        for i, name in enumerate(names):
+            present = binades[i].nonzero().view(-1).tolist()
+            ends = (present[0], present[-1]) if present else None
+            low, high = (None, None) if ends is None else [x + LOWEST_BINADE - 1 for x in ends]
+            zeros, inf, nan = columns[i, [0, -2, -1]].tolist()
+            numel = int(columns[i].sum())
+            yield PrecisionRow(name, numel, zeros, inf, nan, low, high, dict(fits[i]))
 
     def _dicts(
         self, names: Sequence[str], columns: Tensor, flags: Tensor | None, fingerprints: Tensor | None
@@ -188,27 +203,6 @@ class PrecisionReport(TableReport[PrecisionRow]):
         nonfinite = sum(row.n_nan + row.n_inf > 0 for row in self.rows())
         more = f", {nonfinite} of them with NaN or Inf" if nonfinite else ""
         return super()._subject() + more
-
-
-def _rows_of(names: Sequence[str], columns: Tensor, formats: Sequence[Format]) -> list[PrecisionRow]:
-    fits: list[list[tuple[str, FormatFit]]] = [[] for _ in names]
-    for form in formats:
-        plain = [x.tolist() for x in losses(columns, form)]
-        logs = best_scales(columns, form).tolist()
-        scaled = [losses(row, form, log2) for row, log2 in zip(columns, logs, strict=True)]
-        for i, log2 in enumerate(logs):
-            flushed, _, over = [int(x) for x in scaled[i]]
-            found = FormatFit(plain[0][i], plain[1][i], plain[2][i], 2.0**log2, flushed, over)
-            fits[i].append((form.name, found))
-    rows = []
-    binades = of_binades(columns)
-    for i, name in enumerate(names):
-        present = binades[i].nonzero().view(-1).tolist()
-        ends = (present[0], present[-1]) if present else None
-        low, high = (None, None) if ends is None else [x + LOWEST_BINADE - 1 for x in ends]
-        zeros, inf, nan = columns[i, [0, -2, -1]].tolist()
-        rows.append(PrecisionRow(name, int(columns[i].sum()), zeros, inf, nan, low, high, dict(fits[i])))
-    return rows
 
 
 def _worst(row: PrecisionRow) -> tuple[float, float]:

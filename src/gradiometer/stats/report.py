@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +12,6 @@ from gradiometer.columns import TENSORS, Flag
 from gradiometer.stats import grouping, text_table
 from gradiometer.stats.health_values import HealthValues
 from gradiometer.stats.table_report import TableReport, frame
-from gradiometer.stats.tensor_report import TensorReport
 from gradiometer.stats.text_table import Table
 from gradiometer.terminal import printable
 
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
     from torch import Tensor
+
+    from gradiometer.columns import Fingerprint
 
 _LOCAL: Final = "this rank's shards only (TensorStats.reduce() merges them)"
 _WHEN: Final = "nothing measured: no tensors (gradients exist after backward() and before zero_grad())"
@@ -54,6 +55,35 @@ _SUMMARY: Final = (
     "is_healthy",
     "health",
 )
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One tensor's statistics. Means, norms and extremes are those of its finite elements.
+
+    Only ``norm`` is as torch defines it: NaN with any NaN, inf with any Inf. ``std`` is the population
+    standard deviation. ``fingerprint`` is None unless it was asked for.
+    """
+
+    name: str
+    numel: int
+    norm: float
+    finite_norm: float
+    rms: float
+    mean: float
+    std: float
+    abs_max: float
+    zero_fraction: float
+    n_zero: int
+    n_nan: int
+    n_posinf: int
+    n_neginf: int
+    n_inf: int
+    n_nonfinite: int
+    sum: float
+    sumsq: float
+    flags: Flag
+    fingerprint: Fingerprint | None = None
 
 
 class Report(HealthValues[float, bool], TableReport[TensorReport]):
@@ -262,7 +292,6 @@ class ModuleReports(Mapping[str, Report]):
         self._reports = dict(reports)
 
     def __getitem__(self, module: str) -> Report:
-        """Return one module's report."""
         try:
             return self._reports[module]
         except KeyError:
@@ -270,11 +299,9 @@ class ModuleReports(Mapping[str, Report]):
             raise KeyError(msg) from None
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the modules' names."""
         return iter(self._reports)
 
     def __len__(self) -> int:
-        """Return the number of modules."""
         return len(self._reports)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -293,7 +320,6 @@ class ModuleReports(Mapping[str, Report]):
         return frame(self.to_dict(), "module", list(_MODULE_FIELDS))
 
     def __str__(self) -> str:
-        """Return a table, a row per module."""
         if not self:
             return _WHEN
         table = self._table()
@@ -308,30 +334,22 @@ class ModuleReports(Mapping[str, Report]):
         cells = [_MODULES_HEADER, *[_module_cells(*each) for each in self.items()]]
         if any(report.ranks for report in self.values()):
             ranks = [text_table.named_ranks(each.ranks) for each in self.values()]
-            cells = text_table.with_ranks(cells, ranks)
+            # before the last column, the flags
+            cells = [(*row[:-1], rank, row[-1]) for row, rank in zip(cells, ["rank", *ranks], strict=True)]
         headline = _LOCAL if any(report.is_local for report in self.values()) else ""
         return Table(headline, cells[0], cells[1:])
 
     def __repr__(self) -> str:
-        """Return a one-line summary."""
         return f"<ModuleReports: {len(self)} {'module' if len(self) == 1 else 'modules'}>"
 
 
 # field -> function that reads it from a module's report
 _MODULE_FIELDS: Final[dict[str, Callable[[Report], Any]]] = {
     "tensors": len,
-    "numel": attrgetter("total.numel"),
-    "norm": attrgetter("total.norm"),
-    "min_norm": attrgetter("min_norm"),
-    "max_norm": attrgetter("max_norm"),
-    "norm_ratio": attrgetter("norm_ratio"),
-    "rms": attrgetter("total.rms"),
-    "mean": attrgetter("total.mean"),
-    "std": attrgetter("total.std"),
-    "abs_max": attrgetter("total.abs_max"),
-    "zero_fraction": attrgetter("zero_fraction"),
-    "n_nan": attrgetter("n_nan"),
-    "n_inf": attrgetter("n_inf"),
+    **{name: attrgetter(f"total.{name}") for name in ("numel", "norm")},
+    **{name: attrgetter(name) for name in ("min_norm", "max_norm", "norm_ratio")},
+    **{name: attrgetter(f"total.{name}") for name in ("rms", "mean", "std", "abs_max")},
+    **{name: attrgetter(name) for name in ("zero_fraction", "n_nan", "n_inf")},
     # shares of the module's tensors with each flag
     "vanishing_fraction": lambda report: len(report.vanishing) / len(report),
     "exploding_fraction": lambda report: len(report.exploding) / len(report),

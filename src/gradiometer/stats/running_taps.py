@@ -133,13 +133,8 @@ def taps_of(name: str) -> list[tuple[Taps, int]]:
         _drop_ended()
     if not running:
         return [] if is_traced or not is_in_backward() else _taps_in_backward(name)
-    found: list[tuple[Taps, int]] = []
     # a copy: the garbage collector may run here and drop calls
-    for taps in running[::-1]:
-        row = taps.rows.get(name)
-        if row is not None and _is_another(taps, found):
-            found.append((taps, row))
-    return found
+    return _listed(running[::-1], name)
 
 
 def is_in_backward() -> bool:
@@ -147,9 +142,15 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001 as above
 
 
-def _is_another(taps: Taps, found: list[tuple[Taps, int]]) -> bool:
-    """Return whether taps are others of the same model as those that were found; a model may call itself."""
-    return all([taps is not other and taps.model is other.model for other, _ in found])
+def _listed(running: list[Taps], name: str) -> list[tuple[Taps, int]]:
+    """Return the first of these taps that lists a name, and all others of its model, with their rows."""
+    found: list[tuple[Taps, int]] = []
+    for taps in running:
+        row = taps.rows.get(name)
+        # a model may call itself
+        if row is not None and all([taps is not other and taps.model is other.model for other, _ in found]):
+            found.append((taps, row))
+    return found
 
 
 def _taps_in_backward(name: str) -> list[tuple[Taps, int]]:
@@ -164,12 +165,7 @@ def _taps_in_backward(name: str) -> list[tuple[Taps, int]]:
     thread = _THREAD.token if is_here else spans[-1].thread
     # the innermost of nested models has begun last
     spans = sorted([span for span in spans if span.thread is thread], key=lambda span: -span.first)
-    found: list[tuple[Taps, int]] = []
-    for span in spans:
-        taps = span.taps()
-        row = None if taps is None else taps.rows.get(name)
-        if taps is not None and row is not None and _is_another(taps, found):
-            found.append((taps, row))
+    found = _listed([taps for span in spans if (taps := span.taps()) is not None], name)
     if not torch.is_grad_enabled():
         # a checkpoint inside of another one, whose node was created just now
         for taps, _ in found:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradiometer import ops
-from gradiometer.inputs import Named, as_flat, check, check_names, local_shards, named_parameters
+from gradiometer.inputs import Named, as_flat, check, check_names, local_shards, named_parameters, present
 from gradiometer.stats.float64_module import Float64Module
 from gradiometer.stats.measure import dense
 
@@ -74,8 +74,7 @@ class Snapshot(Float64Module):
             raise ValueError(msg + f"1/{self.step}")
         named = named_parameters(model, "Snapshot")
         if isinstance(model, nn.Module):
-            kept = [(name, p) for name, p in zip(*named, strict=True) if p.requires_grad]
-            named = Named(tuple([name for name, _ in kept]), [p for _, p in kept])
+            named = present(named.names, [p if p.requires_grad else None for p in named.tensors])
         check_names(named.names, "Snapshot")
         local = local_shards(named, "Snapshot")
         check(local, "Snapshot")

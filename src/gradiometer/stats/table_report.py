@@ -53,15 +53,9 @@ def report_of(
 ) -> TableReport[Any]:
     """Return the report of columns on the host: that of their schema, such as `Report`, or a `TableReport`.
 
-    Args:
-        schema: of the columns.
-        names: T names.
-        columns: ``(T, C)`` of the schema's dtype.
-        flags: ``(T,) int32``; None: the report shows no flags, but `Report` computes them.
-        thresholds: limits of the flags.
-        fingerprints: ``(T, 3) int64``.
-        ranks: name -> the first rank with a NaN or Inf; None if the statistics are not those of all ranks.
-        is_local: whether these are statistics of this rank's shards only.
+    ``columns`` are ``(T, C)``, ``flags`` ``(T,) int32`` and ``fingerprints`` ``(T, 3) int64``. Without flags
+    the report shows none, but `Report` computes them. ``ranks`` are None if the statistics are not those of
+    all ranks; for the others see `TableReport`.
     """
     return _CLASSES.get(schema, TableReport)(
         names,
@@ -183,7 +177,6 @@ class TableReport(Mapping[str, Row]):
         return made  # type: ignore[no-any-return]
 
     def __getitem__(self, name: str) -> Row:
-        """Return one row."""
         try:
             return self._by_name[name]
         except KeyError:
@@ -191,15 +184,12 @@ class TableReport(Mapping[str, Row]):
             raise KeyError(msg) from None
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is a row of this name."""
         return name in self.names
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names, in order."""
         return iter(self.names)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.names)
 
     def rows(self) -> list[Row]:
@@ -252,9 +242,10 @@ class TableReport(Mapping[str, Row]):
             lists.append([[*flag_names(bits)] for bits in flags.tolist()])
         if fingerprints is not None:
             keys.append("fingerprint")
-            lists.append([_text(Fingerprint.of_row(row)) for row in fingerprints.tolist()])
-        found = zip(*lists, strict=True)
-        return {name: dict(zip(keys, row, strict=True)) for name, row in zip(names, found, strict=True)}
+            found = map(Fingerprint.of_row, fingerprints.tolist())
+            lists.append([None if bits is None else str(bits) for bits in found])
+        rows = zip(*lists, strict=True)
+        return {name: dict(zip(keys, row, strict=True)) for name, row in zip(names, rows, strict=True)}
 
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas DataFrame, a row per name, indexed by name.
@@ -286,7 +277,6 @@ class TableReport(Mapping[str, Row]):
         return text_table.text(self.table(max_rows)) if self.names else self._nothing
 
     def __str__(self) -> str:
-        """Return a table, truncated for long models."""
         return self.to_string()
 
     def _repr_html_(self) -> str:
@@ -294,7 +284,6 @@ class TableReport(Mapping[str, Row]):
         return text_table.html(self.table(20) if self.names else Table(self._nothing))
 
     def __repr__(self) -> str:
-        """Return a one-line summary."""
         return f"<{type(self).__name__}: {self._headline()}>"
 
     def _headline(self) -> str:
@@ -375,10 +364,6 @@ class TableReport(Mapping[str, Row]):
     def _rest(self, rows: Sequence[Row]) -> str:
         """Return a line about rows that the table leaves out."""
         return f"… {len(rows)} more"
-
-
-def _text(fingerprint: Fingerprint | None) -> str | None:
-    return None if fingerprint is None else str(fingerprint)
 
 
 def frame(rows: Mapping[str, Mapping[str, Any]], index: str, names: list[str]) -> pd.DataFrame:

@@ -58,11 +58,6 @@ def with_short_names(cells: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     return [(name, *row[1:]) for name, row in zip(short, cells, strict=True)]
 
 
-def with_ranks(cells: Sequence[Sequence[str]], at: Sequence[str]) -> list[tuple[str, ...]]:
-    """Insert a column of ranks before the last column, the flags. The first row is the header."""
-    return [(*row[:-1], rank, row[-1]) for row, rank in zip(cells, ["rank", *at], strict=True)]
-
-
 def named_ranks(ranks: Mapping[str, int]) -> str:
     """Return the first few ranks of a mapping from names to ranks, as text."""
     found = sorted(set(ranks.values()))

@@ -71,7 +71,7 @@ def page_of(run: Run) -> Page:
                 "names": catalog.names,
                 "shapes": [
                     f"{dtype} {_TIMES.join(map(str, shape)) or 'scalar'}"
-                    for dtype, shape in zip(catalog.dtypes, catalog.shapes, strict=True)
+                    for dtype, shape in zip(catalog.parameters.dtypes, catalog.parameters.shapes, strict=True)
                 ],
             },
             "tap": {"names": catalog.taps.names, "shapes": ["activation"] * len(catalog.taps)},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from gradiometer.columns import EXPONENTS, FORMATS, LOWEST_BINADE, NUM_EXPONENT_COLUMNS, of_binades
+from gradiometer.columns import EXPONENTS, FORMATS, LOWEST_BINADE, of_binades
 from gradiometer.extras import require
 from gradiometer.web.matrices import deflated
 
@@ -91,11 +91,11 @@ def _binades(run: Run, kind: Kind) -> tuple[int, int] | None:
     compute = require("pyarrow.compute", "monitor", "A run record")
     known = compute.list_flatten(table["positions"]).unique().to_pylist()
     positions = torch.tensor(known, dtype=torch.int64, device="cpu")
-    inner = positions[(positions > 0) & (positions < NUM_EXPONENT_COLUMNS - 2)]
+    inner = positions[(positions > 0) & (positions < EXPONENTS.width - 2)]
     if not len(inner):
         # nothing but zeros: one binade, which stays empty
         return 1 - LOWEST_BINADE, 1 - LOWEST_BINADE
-    found = torch.zeros((1, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu")
+    found = torch.zeros((1, EXPONENTS.width), dtype=torch.int64, device="cpu")
     found[0, inner] = 1
     present = of_binades(found)[0].nonzero().view(-1)
     return int(present[0]), int(present[-1])

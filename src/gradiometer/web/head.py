@@ -25,7 +25,7 @@ def head_of(run: Run, step: Tensor, recorded: Tensor, loss: Tensor, skipped: int
     info, catalog = run.info, run.catalog
     tensors, kinds = len(catalog.parameters) + len(catalog.taps), [kind.name for kind in catalog.dense]
     attempts = info.get("attempts") or []
-    elements = sum(math.prod(shape) for shape in catalog.shapes)
+    elements = sum(math.prod(shape) for shape in catalog.parameters.shapes)
     versions = info.get("versions") or {}
     facts = [
         ("Model", str(info.get("model", ""))),
