@@ -55,7 +55,7 @@ from support.kernel_cases import SPECIAL, each_level, in_eager, integers, kernel
 pytestmark = [
     pytest.mark.usefixtures("triton_cache"),
     pytest.mark.filterwarnings(
-        "ignore:(overflow|invalid value|All-NaN slice|divide by zero) encountered:RuntimeWarning",
+        "ignore:(overflow|invalid value|All-NaN slice|divide by zero) encountered:RuntimeWarning"
     ),
 ]
 
@@ -68,12 +68,7 @@ chosen_target = pytest.mark.parametrize(
     "target", [pytest.param(name, marks=() if name == "sm_90" else pytest.mark.deep) for name in TARGETS]
 )
 FP64, FP32, BF16, FP16 = DTYPES
-CHOSEN = {
-    "sm_80": (FP64,),
-    "sm_89": (FP32,),
-    "sm_90": DTYPES,
-    "sm_100": (BF16,),
-}
+CHOSEN = {"sm_80": (FP64,), "sm_89": (FP32,), "sm_90": DTYPES, "sm_100": (BF16,)}
 each_pair = pytest.mark.parametrize(
     ("target", "dtype"),
     [

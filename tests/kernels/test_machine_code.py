@@ -126,8 +126,7 @@ def pairs(chosen: dict[str, tuple[torch.dtype, ...]], dtypes: tuple[torch.dtype,
 each_pair = pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN))
 few_pairs = pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN_FEW))
 few_targets = pytest.mark.parametrize(
-    "target",
-    [pytest.param(name, marks=deep_unless(name in {"sm_90", "gfx942"})) for name in FEW_TARGETS],
+    "target", [pytest.param(name, marks=deep_unless(name in {"sm_90", "gfx942"})) for name in FEW_TARGETS]
 )
 # for kernels that were made worse, to see that a test would notice
 mutant_targets = pytest.mark.parametrize(

@@ -103,9 +103,7 @@ def test_it_is_gpt2():
 def test_statistics_that_are_not_those_of_the_gradients_fail_the_mode(mode, monkeypatch, tmp_path):
     collect = gpt2.Training.collect
     monkeypatch.setattr(
-        gpt2.Training,
-        "collect",
-        lambda self, what: collect(self, what) and [gm.collect_weights(self.model)],
+        gpt2.Training, "collect", lambda self, what: collect(self, what) and [gm.collect_weights(self.model)]
     )
     assert gpt2.main([*SMALL, "--modes", mode, "--collects", "nothing,grads", "--out", str(tmp_path)]) == 1
     (row,) = rows_of(tmp_path, "gpt2")

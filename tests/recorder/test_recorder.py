@@ -385,10 +385,7 @@ def test_a_checkpoint_goes_on_where_it_was():
         ({"capacity": 0}, "capacity=0"),
         ({"capacity": 2.5}, "capacity=2.5"),
         # refused by the allocator, by the count of bytes, and by the conversion to int64
-        (
-            {"capacity": 10**15},
-            "capacity=1000000000000000): the ring needs 384 bytes for each step on",
-        ),
+        ({"capacity": 10**15}, "capacity=1000000000000000): the ring needs 384 bytes for each step on"),
         ({"capacity": 10**18}, "use a smaller capacity"),
         ({"capacity": 10**30}, "use a smaller capacity"),
         ({"capacity": 10**5000}, "capacity=an integer beyond the range of float64"),

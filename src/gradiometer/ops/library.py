@@ -87,16 +87,13 @@ def define(
     _LIBRARY.impl(name, _without_revision(implementation), "CompositeExplicitAutograd")
     # autograd passes the call on and records nothing
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"gradiometer::{name}", _without_revision(fake or _nothing), lib=_LIBRARY)
+    fake = _without_revision(fake or (lambda *_: None))
+    torch.library.register_fake(f"gradiometer::{name}", fake, lib=_LIBRARY)
 
 
 def _without_revision(function: Callable[..., Result]) -> Callable[..., Result]:
     # the dispatcher leaves out trailing arguments that have their default values
     return lambda *args: function(*(args[:-1] if args and isinstance(args[-1], str) else args))
-
-
-def _nothing(*_: Any) -> None:
-    """Return what an op without results returns."""
 
 
 def by_device(reference: Callable[Args, Result], kernels: Callable[Args, Result]) -> Callable[Args, Result]:

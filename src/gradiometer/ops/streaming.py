@@ -113,6 +113,14 @@ def convertible(x: Tensor) -> Tensor:
     return x.to(torch.float32) if x.itemsize < 4 and x.dtype != torch.bfloat16 else x
 
 
+def merged(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Merge rows of raw columns of parts: the last column is a maximum, the others are sums."""
+    if len(rows) == 1:
+        return rows[0]
+    *sums, tops = zip(*rows, strict=True)
+    return (*map(fsum, sums), max(tops))
+
+
 def fsum(values: Sequence[float]) -> float:
     """Return the sum, rounded once unless it leaves the range of float64."""
     try:

@@ -35,11 +35,6 @@ class RingLayout:
         sections: the section of each kind, by name.
         header_size: the number of numbers before the first section.
         size: the number of numbers in a slot.
-
-    >>> from gradiometer.recorder.catalog import Catalog
-    >>> layout = RingLayout(Catalog.of(("w", "b"), ((2, 1), (1,)), ("float32",) * 2, ("grads", "updates")))
-    >>> layout.sections["updates"].offset, layout.size
-    (22, 54)
     """
 
     def __init__(self, catalog: Catalog, *, fingerprint: bool = False) -> None:
