@@ -552,8 +552,7 @@ def test_a_recorded_step_measures_what_each_replay_computes():
 
     def step() -> gm.TensorStats:
         # the capture allocates the gradients, and they keep their addresses
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         mse_loss(model(x), y).backward()
         return gm.collect_grads(model)
 

@@ -53,8 +53,7 @@ def captured_step(model: nn.Module, x: Tensor, after: Callable[[], None]) -> Cal
     """Return a step whose gradients are allocated by the capture, and keep their addresses."""
 
     def step() -> None:
-        for p in model.parameters():
-            p.grad = None
+        model.zero_grad()
         model(x).square().mean().backward()
         after()
         with torch.no_grad():
@@ -186,8 +185,7 @@ def test_captured_taps_of_a_recorder_are_those_of_the_replay(fused, monkeypatch)
     recorder = gm.Recorder(model, taps=taps, capacity=8)
 
     def step() -> Tensor:
-        for p in model.parameters():
-            p.grad = None
+        model.zero_grad()
         y = model(x)
         y.square().mean().backward()
         recorder.record()

@@ -160,8 +160,7 @@ def test_a_slot_that_is_used_again_holds_nothing_old():
     new_gradients(model)
     recorder.record()
     recorder.advance()
-    for p in model.parameters():
-        p.grad = None
+    model.zero_grad()
     recorder.record()
     (record,) = recorder.read()
     assert record.step == 1
@@ -175,8 +174,7 @@ def test_a_second_record_in_a_step_writes_over_what_it_measures():
     new_gradients(critic)
     recorder.record()
     critics = packed(gm.collect_grads(critic))
-    for p in critic.parameters():
-        p.grad = None
+    critic.zero_grad()
     new_gradients(generator)
     recorder.record()
     (record,) = recorder.read()

@@ -99,9 +99,8 @@ def _without_revision(function: Callable[..., Result]) -> Callable[..., Result]:
 def by_device(reference: Callable[Args, Result], kernels: Callable[Args, Result]) -> Callable[Args, Result]:
     """Return a function that calls one of two implementations; it does not need the dispatcher.
 
-    Args:
-        reference: measures in eager PyTorch. The first argument is a tensor, or tensors of one device.
-        kernels: does the same by launching Triton kernels, on a device that is then the current one.
+    ``reference`` measures in eager PyTorch; its first argument is a tensor, or tensors of one device.
+    ``kernels`` does the same by launching Triton kernels, on a device that is then the current one.
     """
 
     def run(*args: Args.args, **options: Args.kwargs) -> Result:

@@ -52,17 +52,12 @@ def by_tensor(
     *,
     worth_a_thread: int = WORTH_A_THREAD,
 ) -> Iterator[tuple[int, T]]:
-    """Measure tensors, or tuples of tensors of one shape, block by block, on several threads.
+    """Measure tensors block by block, on several threads; yield the index of each and its result.
 
-    Args:
-        large: at least one index in the call, and the tensors that are cut together.
-        length: elements that a thread reads at a time.
-        start: called once on each thread; returns the function that measures a block.
-        merge: merges the results of a tensor's blocks, in order.
-        worth_a_thread: elements in full pieces per additional thread.
-
-    Yields:
-        each index and its result.
+    ``large``: at least one index, and tensors of one shape that are cut together. ``length``: elements that a
+    thread reads at a time. ``start``: called once on each thread; returns the function that measures a block.
+    ``merge``: merges the results of a tensor's blocks, in order. ``worth_a_thread``: elements in full pieces
+    per additional thread.
     """
     device, sizes = large[0][1][0].device, [xs[0].numel() for _, xs in large]
     threads = 1

@@ -341,8 +341,7 @@ class Recorder(StepRing):
             raise ValueError(msg + "collect_grads")
         bits = stats.fingerprints if self.fingerprint else None
         # only gradients decide about skipping
-        decides = kind is GRADS
-        self._write(kind, stats.names, stats.columns, stats.flags, bits, decides=decides)
+        self._write(kind, stats.names, stats.columns, stats.flags, bits, decides=kind is GRADS)
 
     def _write(
         self,

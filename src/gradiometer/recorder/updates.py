@@ -21,11 +21,9 @@ class Updates:
 
     The copy is the only memory of the size of the weights. A parameter that is unfrozen has updates from the
     next step on. For a DTensor the local shard is measured; a gradient whose values are on other ranks, such
-    as a partial sum, is left out.
+    as a partial sum, is left out. The updates are written into the current step of the recorder.
 
-    Args:
-        recorder: the updates are written into its current step.
-        names: of the parameters, such as those of one of several optimizers; None for all.
+    ``names``: of the parameters, such as those of one of several optimizers; None for all.
 
     Attributes:
         step: the copy has the weights before this step.
