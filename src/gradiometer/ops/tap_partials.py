@@ -47,7 +47,7 @@ def fusible(x: Tensor) -> Tensor | None:
             break
         length *= size
         dims.pop()
-    most = _MOST if x.device.type == "cpu" else _MOST_ON_GPUS
+    most = _MOST if _is_on_cpu(x) else _MOST_ON_GPUS
     piece = next((n for n in range(min(length, most), 0, -1) if length % n == 0), 0)
     if piece < _LEAST:
         return None
@@ -64,7 +64,7 @@ def is_better(x: Tensor) -> bool:
     For bf16 on a CPU, rounding to the stored values takes longer than the op. On a GPU they may change the
     last bits of the model's results, since Inductor then fuses other operators, and no GPU was measured.
     """
-    return x.device.type == "cpu" and x.dtype != torch.bfloat16
+    return _is_on_cpu(x) and x.dtype != torch.bfloat16
 
 
 def partials_of(pieces: Tensor) -> list[Tensor]:
@@ -81,6 +81,10 @@ def partials_of(pieces: Tensor) -> list[Tensor]:
     return [*sums, zeros, pieces.abs().amax(dim=-1)]
 
 
+def _is_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
 def _as_stored(x: Tensor) -> Tensor:
     """Return the values that memory has.
 
@@ -89,7 +93,7 @@ def _as_stored(x: Tensor) -> Tensor:
     """
     if x.dtype != torch.bfloat16:
         return x
-    if x.device.type != "cpu":
+    if not _is_on_cpu(x):
         return (x.view(torch.int16).int() << 16).view(torch.float32)
     # vector code for CPUs has no such view
     bits = x.float().view(torch.int32)
