@@ -62,8 +62,7 @@ def collectives(kept):
 
 def step_again(model, rank, size, kind):
     """Make new gradients: each step's are 1.5 times those of the step before."""
-    for p in model.parameters():
-        p.grad = None
+    model.zero_grad()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.5)

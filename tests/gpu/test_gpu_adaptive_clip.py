@@ -11,11 +11,7 @@ from torch import Tensor, nn
 import gradiometer as gm
 from support.gpu import DEVICE, DTYPES, SIZES, compiled, fewer, no_waits, record, small_model, values
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("_dynamo"),
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_dynamo"), pytest.mark.filterwarnings("default")]
 
 CLIPS = {
     "z-score": lambda _: gm.ZScoreClip(warmup_steps=2, z_threshold=0.5, device=DEVICE),

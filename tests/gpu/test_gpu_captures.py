@@ -53,8 +53,7 @@ def captured_step(model: nn.Module, x: Tensor, after: Callable[[], None]) -> Cal
     """Return a step whose gradients are allocated by the capture, and keep their addresses."""
 
     def step() -> None:
-        for p in model.parameters():
-            p.grad = None
+        model.zero_grad()
         model(x).square().mean().backward()
         after()
         with torch.no_grad():
@@ -186,8 +185,7 @@ def test_captured_taps_of_a_recorder_are_those_of_the_replay(fused, monkeypatch)
     recorder = gm.Recorder(model, taps=taps, capacity=8)
 
     def step() -> Tensor:
-        for p in model.parameters():
-            p.grad = None
+        model.zero_grad()
         y = model(x)
         y.square().mean().backward()
         recorder.record()
@@ -201,13 +199,15 @@ def test_captured_taps_of_a_recorder_are_those_of_the_replay(fused, monkeypatch)
         if i == 2:
             x[3] = math.nan
         graph.replay()
-        expected.append(columns_of(y.cpu()))
-        agree(taps.stats().columns[0].cpu(), expected[-1])
+        value, grad = taps.stats().columns.cpu()
+        expected.append((columns_of(y.cpu()), grad))
+        agree(value, expected[-1][0])
         with no_waits():
             recorder.advance()
     taps.remove()
     kept = recorder.read()[-4:]
     place = kept[0].names("activations").index("head")
-    for found, columns in zip(kept, expected, strict=True):
+    for found, (columns, grad) in zip(kept, expected, strict=True):
+        assert torch.equal(found.columns("activation_grads")[place], grad)
         for name in ("numel", "n_zero", "n_nan", "abs_max"):
             assert found.value(name, "activations")[place] == columns[name]

@@ -79,8 +79,7 @@ def test_a_recorded_step_measures_each_replay(sample):
     x = torch.randn(8, size, device=DEVICE)
 
     def step():
-        for p in model.parameters():
-            p.grad = None
+        model.zero_grad()
         snapshot.update_(model)
         model(x).square().mean().backward()
         with torch.no_grad():

@@ -288,11 +288,7 @@ def start(rank, size, store):
         torch.cuda.set_device(rank)
     torch.set_default_device(torch.device(DEVICE, rank) if DEVICE == "cuda" else DEVICE)
     dist.init_process_group(
-        BACKENDS,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=120),
+        BACKENDS, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
 
 

@@ -379,37 +379,6 @@ def test_a_captured_call_resets_its_marks(channels):
     taps.remove()
 
 
-def test_a_recorder_keeps_what_captured_taps_measured():
-    model = Model(dtype=torch.float64)
-    taps = gm.Taps(model, {"act": r"\.act$"}, names=["inp"])
-    recorder = gm.Recorder(model, taps=taps, capacity=4)
-    x = batch(torch.float64)
-
-    def step() -> None:
-        clear(model)
-        model(x).square().sum().backward()
-        recorder.record()
-
-    graph, _ = record(step)
-    recorder.advance()
-    for _ in range(3):
-        with torch.no_grad():
-            x.normal_()
-        graph.replay()
-        expected = taps.stats()
-        with no_waits():
-            recorder.advance()
-        found = recorder.read()[-1]
-        places = [found.names("activations").index(name) for name in taps.names]
-        for kind, rows in (
-            ("activations", slice(len(places))),
-            ("activation_grads", slice(len(places), None)),
-        ):
-            for name in ("norm", "kurtosis", "n_calls", "abs_max"):
-                assert torch.equal(found.value(name, kind)[places], getattr(expected, name)[rows].cpu())
-    taps.remove()
-
-
 # compiled steps
 
 

@@ -123,15 +123,19 @@ def pairs(chosen: dict[str, tuple[torch.dtype, ...]], dtypes: tuple[torch.dtype,
     ]
 
 
+def each_target(names: tuple[str, ...], chosen: set[str]) -> Any:
+    params = [pytest.param(name, marks=deep_unless(name in chosen)) for name in names]
+    return pytest.mark.parametrize("target", params)
+
+
 each_pair = pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN))
 few_pairs = pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN_FEW))
-few_targets = pytest.mark.parametrize(
-    "target",
-    [pytest.param(name, marks=deep_unless(name in {"sm_90", "gfx942"})) for name in FEW_TARGETS],
-)
+few_targets = each_target(FEW_TARGETS, {"sm_90", "gfx942"})
 # for kernels that were made worse, to see that a test would notice
-mutant_targets = pytest.mark.parametrize(
-    "target", [pytest.param(name, marks=deep_unless(name == "sm_90")) for name in FEW_TARGETS]
+mutant_targets = each_target(FEW_TARGETS, {"sm_90"})
+# for kernels that count elements by magnitude
+exponent_pairs = pytest.mark.parametrize(
+    ("target", "dtype"), pairs({"sm_80": (), "sm_90": (FP32,), "sm_100": (), "gfx942": ()})
 )
 
 
@@ -145,6 +149,10 @@ def finalize_code(target: str, scale_dtype: torch.dtype | None = None) -> Code:
     return finalize_launch(target, inv_scale).compile(target)
 
 
+def on_kernels() -> Any:
+    return mock.patch.object(dispatch, "uses_kernels", return_value=True)
+
+
 def instructions_per_element(loop: Loop, dtype: torch.dtype) -> float:
     return len(loop.opcodes) / loop.elements(dtype.itemsize)
 
@@ -153,9 +161,10 @@ def instructions_per_element(loop: Loop, dtype: torch.dtype) -> float:
 
 
 @each_pair
-def test_the_main_loop_loads_16_bytes_at_a_time(target, dtype):
+def test_the_main_loop_loads_16_bytes_at_a_time_and_threads_do_not_wait_for_each_other(target, dtype):
     loop = moments_code(target, dtype).main_loop
     assert loop.narrow_loads == []
+    assert loop.talk == []
 
 
 def waits_before_all_is_asked_for(loop: Loop) -> bool:
@@ -184,10 +193,7 @@ def test_all_loads_of_an_iteration_are_in_flight_together(target, dtype):
     assert not waits_before_all_is_asked_for(loop)
 
 
-@pytest.mark.parametrize(
-    "target",
-    [pytest.param(name, marks=deep_unless(name == "sm_90")) for name in ("sm_80", "sm_90", "sm_100")],
-)
+@each_target(("sm_80", "sm_90", "sm_100"), {"sm_90"})
 def test_all_loads_of_the_finalize_kernel_are_in_flight_together(target):
     loop = finalize_code(target).main_loop
     assert len(loop.loads) >= 16
@@ -198,11 +204,6 @@ def test_a_kernel_that_is_short_of_registers_is_noticed():
     launch = moments_launch(torch.bfloat16)
     short_of = replace(launch, kwargs=launch.kwargs | {"maxnreg": 64})
     assert waits_before_all_is_asked_for(short_of.compile("sm_80").main_loop)
-
-
-@each_pair
-def test_threads_do_not_wait_for_each_other_in_the_main_loop(target, dtype):
-    assert moments_code(target, dtype).main_loop.talk == []
 
 
 @each_pair
@@ -230,15 +231,10 @@ def test_each_element_is_converted_once_and_takes_two_fp64_operations(target, dt
 
 
 @each_pair
-def test_nothing_is_spilled(target, dtype):
+def test_the_moments_spill_nothing_are_deterministic_and_keep_subnormals(target, dtype):
     code = moments_code(target, dtype)
     assert (code.stack, code.spills) == (0, 0)
     assert code.registers <= MAX_REGISTERS[target]
-
-
-@each_pair
-def test_the_moments_are_deterministic_and_keep_subnormals(target, dtype):
-    code = moments_code(target, dtype)
     # the order of atomic additions is not deterministic
     assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
     # a subnormal that is flushed to 0 would be counted as a zero
@@ -298,9 +294,8 @@ def test_the_finalize_kernel_takes_an_inv_scale_of_any_float_dtype(target, dtype
 
 def scale_launch(dtype: torch.dtype, target: str, *, per_tensor: bool = False) -> Launch:
     x = torch.zeros(9, dtype=dtype)
-    hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
     launch_plans.clear()
-    with recorded_launches() as launches, hip, mock.patch.object(dispatch, "uses_kernels", return_value=True):
+    with recorded_launches() as launches, launching_for(target), on_kernels():
         tensor_ops.tensor_stats([x], Thresholds())
         factors = torch.ones((1,) if per_tensor else (), dtype=torch.float64)
         clipping.scale_([x], factors, dispatch.writable([x]))
@@ -404,8 +399,7 @@ def record_launches(dtype: torch.dtype, target: str, *, gated: bool = True) -> l
     section = Section(HEADER_SECTIONS, 1, HEADER_SECTIONS + 1, 1, HEADER_SECTIONS + 1)
     ring = torch.zeros(4, section.offset + TENSORS.width + 1, dtype=torch.float64)
     cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64)
-    hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
-    with recorded_launches() as launches, hip, mock.patch.object(dispatch, "uses_kernels", return_value=True):
+    with recorded_launches() as launches, launching_for(target), on_kernels():
         torch.ops.gradiometer.record_(
             [torch.zeros(9, dtype=dtype)], 1e-7, 100.0, 1.0, None, 1, gated, ring, cursor, section, False
         )
@@ -464,12 +458,8 @@ def test_a_decision_to_clip_spills_nothing_and_is_made_in_fp64(target, per_tenso
 
 def test_there_is_one_launch_a_dtype_and_one_more():
     tensors = [torch.zeros(5, dtype=DTYPES[i % 2]) for i in range(200)]
-    launches = launches_of(tensors)
-    assert [launch.kernel.fn.__name__ for launch in launches] == [
-        "_moments_kernel",
-        "_moments_kernel",
-        "_finalize_kernel",
-    ]
+    names = [launch.kernel.fn.__name__ for launch in launches_of(tensors)]
+    assert names == ["_moments_kernel", "_moments_kernel", "_finalize_kernel"]
 
 
 def test_a_launch_compares_no_global_of_its_kernel():
@@ -507,19 +497,9 @@ def test_a_graph_captures_the_kernels_that_the_warm_up_compiled(monkeypatch, ten
 def test_the_variants_of_a_kernel_are_told_apart():
     found = variants("sm_90", [torch.float32, torch.bfloat16])
     names = [(variant.kernel, short(variant.dtype), variant.note) for variant in found]
+    reading = ("moments", "fingerprint", "exponents", "activation", "pairs", "pairs+g")
     assert names == [
-        ("moments", "float32", ""),
-        ("fingerprint", "float32", ""),
-        ("exponents", "float32", ""),
-        ("activation", "float32", ""),
-        ("pairs", "float32", ""),
-        ("pairs+g", "float32", ""),
-        ("moments", "bfloat16", ""),
-        ("fingerprint", "bfloat16", ""),
-        ("exponents", "bfloat16", ""),
-        ("activation", "bfloat16", ""),
-        ("pairs", "bfloat16", ""),
-        ("pairs+g", "bfloat16", ""),
+        *[(kernel, dtype, "") for dtype in ("float32", "bfloat16") for kernel in reading],
         ("finalize pairs", "float64", ""),
         ("finalize", "float64", ""),
         ("finalize", "float64", "inv_scale float32"),
@@ -543,6 +523,7 @@ def test_memory_is_predicted_to_bind(name, dtype):
     codes = [moments_code(gpu.target, dtype)]
     # sm_80's are compiled elsewhere in one dtype only
     codes += [activation_code(gpu.target, dtype)] if gpu.target == "sm_90" else []
+    codes += [moments_code(gpu.target, dtype, fingerprint=True)] if dtype in {FP32, BF16} else []
     for code in codes:
         assert_memory_binds(gpu, code, dtype.itemsize)
 
@@ -568,13 +549,6 @@ def test_a_fingerprint_costs_few_instructions_and_no_load(target, dtype):
     assert loop.loads == plain.loads
     assert (code.stack, code.spills) == (0, 0)
     assert code.registers <= MAX_REGISTERS[target]
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=short)
-@pytest.mark.parametrize("name", ["A100", "H100", "H200"])
-def test_memory_is_predicted_to_bind_with_a_fingerprint(name, dtype):
-    gpu = next(gpu for gpu in GPUS if gpu.name == name)
-    assert_memory_binds(gpu, moments_code(gpu.target, dtype, fingerprint=True), dtype.itemsize)
 
 
 # the pairs kernel: a and b, or also g
@@ -832,34 +806,27 @@ def test_the_width_of_a_load_is_known(opcode, size):
     assert load_size(opcode) == size
 
 
+TALK = ("SHFL.BFLY", "BAR.SYNC.DEFER_BLOCKING", "STS", "ds_bpermute_b32", "s_barrier", "v_add_f32_dpp")
+
+
 @pytest.mark.parametrize(
-    "opcode", ["SHFL.BFLY", "BAR.SYNC.DEFER_BLOCKING", "STS", "ds_bpermute_b32", "s_barrier", "v_add_f32_dpp"]
+    ("is_it", "opcodes", "others"),
+    [
+        (is_talk, TALK, ("DFMA", "v_add_f32_e32")),
+        (is_atomic, ("RED.E.ADD.F64.RN", "ATOMG.E.ADD", "global_atomic_add_f64"), ("REDUX.MAX",)),
+        (is_spill, ("STL.64", "LDL", "scratch_store_dwordx4"), ("LDLR", "STG.E")),
+    ],
+    ids=["talk", "atomics", "spills"],
 )
-def test_talk_between_threads_is_known(opcode):
-    assert is_talk(opcode)
-    assert not is_talk("DFMA")
-    assert not is_talk("v_add_f32_e32")
-
-
-@pytest.mark.parametrize("opcode", ["RED.E.ADD.F64.RN", "ATOMG.E.ADD", "global_atomic_add_f64"])
-def test_atomics_are_known(opcode):
-    assert is_atomic(opcode)
-    assert not is_atomic("REDUX.MAX")
-
-
-@pytest.mark.parametrize("opcode", ["STL.64", "LDL", "scratch_store_dwordx4"])
-def test_spills_are_known(opcode):
-    assert is_spill(opcode)
-    assert not is_spill("LDLR")
-    assert not is_spill("STG.E")
+def test_talk_atomics_and_spills_are_known(is_it, opcodes, others):
+    assert all(map(is_it, opcodes))
+    assert not any(map(is_it, others))
 
 
 # the kernel that counts elements by magnitude
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype"), pairs({"sm_80": (), "sm_90": (FP32,), "sm_100": (), "gfx942": ()})
-)
+@exponent_pairs
 def test_the_exponents_kernel_loads_16_bytes_at_a_time_and_spills_nothing(target, dtype):
     code = exponent_launches_of([torch.zeros(9, dtype=dtype)], target)[0].compile(target)
     loop = code.main_loop
@@ -871,15 +838,12 @@ def test_the_exponents_kernel_loads_16_bytes_at_a_time_and_spills_nothing(target
     assert [opcode for opcode in code.opcodes if is_atomic(opcode)]
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype"), pairs({"sm_80": (), "sm_90": (FP32,), "sm_100": (), "gfx942": ()})
-)
+@exponent_pairs
 def test_a_recorded_histogram_needs_one_more_launch_and_spills_nothing(target, dtype):
     store = torch.zeros((3, EXPONENTS.width + 1), dtype=torch.int64)
     cursor = torch.ones(CURSOR_SIZE, dtype=torch.float64)
     tensors = [torch.zeros(9, dtype=dtype), torch.zeros(5, dtype=dtype)]
-    uses_kernels = mock.patch.object(dispatch, "uses_kernels", return_value=True)
-    with recorded_launches() as launches, launching_for(target), uses_kernels:
+    with recorded_launches() as launches, launching_for(target), on_kernels():
         torch.ops.gradiometer.record_exponents_(tensors, store, cursor)
     # one that clears the rows, and one for the dtype
     names = [launch.kernel.fn.__name__ for launch in launches]

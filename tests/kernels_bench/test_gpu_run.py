@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -103,9 +104,7 @@ def test_it_is_gpt2():
 def test_statistics_that_are_not_those_of_the_gradients_fail_the_mode(mode, monkeypatch, tmp_path):
     collect = gpt2.Training.collect
     monkeypatch.setattr(
-        gpt2.Training,
-        "collect",
-        lambda self, what: collect(self, what) and [gm.collect_weights(self.model)],
+        gpt2.Training, "collect", lambda self, what: collect(self, what) and [gm.collect_weights(self.model)]
     )
     assert gpt2.main([*SMALL, "--modes", mode, "--collects", "nothing,grads", "--out", str(tmp_path)]) == 1
     (row,) = rows_of(tmp_path, "gpt2")
@@ -677,31 +676,6 @@ def test_a_checker_that_cannot_attach_has_found_nothing(status, ended, tmp_path)
 # the sweep
 
 
-class FakeGraph:
-    """Replaces the capture and timing of a device; a call of a capture takes only its own time."""
-
-    def __init__(self, *_, **__):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def replay(self):
-        pass
-
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, _):
-        return 10.0
-
-
 @pytest.fixture
 def sweep(monkeypatch):
     pytest.importorskip("triton")
@@ -766,8 +740,11 @@ def test_time_that_runs_out_is_said(sweep, tmp_path):
 
 
 def test_recorded_candidates_are_timed_by_the_device(sweep, monkeypatch):
+    # a capture that calls the function, and a timing
+    device = mock.MagicMock()
+    device.return_value.elapsed_time.return_value = 10.0
     for name in ("CUDAGraph", "graph", "Event"):
-        monkeypatch.setattr(torch.cuda, name, FakeGraph)
+        monkeypatch.setattr(torch.cuda, name, device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     tensors = [torch.randn(5), torch.randn(9)]
     call = sweep.prepare(tensors, torch.stack([x.double().norm() for x in tensors]), {}, "cuda")

@@ -46,30 +46,29 @@ def random_bits(count, seed=0):
     return torch.randint(-(2**31), 2**31 - 1, (count,), generator=g, dtype=torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize("flush", [False, True])
-def test_float32_of_any_bits_at_every_path(flush):
-    if flush and not torch.set_flush_denormal(True):
+@pytest.fixture(params=[False, True], ids=["kept", "flushed"])
+def _subnormal(request):
+    """Keep subnormal numbers, or make 0 of them."""
+    if request.param and not torch.set_flush_denormal(True):
         pytest.skip("this machine cannot flush subnormal numbers")
-    try:
-        for x in (next_to_edges(), random_bits(300_000)):
-            # a large tensor, small ones, and float64 neighbors that round to the same numbers
-            check([x.repeat(-(-SMALL // len(x)) + 1), *x.split(SMALL), *x[:20_000].split(999)])
-            wide = x.double()
-            check([wide, wide * (1 + 2**-30), wide[:SMALL] * (1 - 2**-30)])
-    finally:
-        torch.set_flush_denormal(False)
+    yield
+    torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.usefixtures("_subnormal")
+def test_float32_of_any_bits_at_every_path():
+    for x in (next_to_edges(), random_bits(300_000)):
+        # a large tensor, small ones, and float64 neighbors that round to the same numbers
+        check([x.repeat(-(-SMALL // len(x)) + 1), *x.split(SMALL), *x[:20_000].split(999)])
+        wide = x.double()
+        check([wide, wide * (1 + 2**-30), wide[:SMALL] * (1 - 2**-30)])
+
+
+@pytest.mark.usefixtures("_subnormal")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_all_patterns_of_16_bits_at_every_path(dtype, flush):
-    if flush and not torch.set_flush_denormal(True):
-        pytest.skip("this machine cannot flush subnormal numbers")
-    try:
-        x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-        check([x, x.repeat(5), x.repeat(5).view(256, -1).t(), *x.split(1000)])
-    finally:
-        torch.set_flush_denormal(False)
+def test_all_patterns_of_16_bits_at_every_path(dtype):
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    check([x, x.repeat(5), x.repeat(5).view(256, -1).t(), *x.split(1000)])
 
 
 def test_what_is_kept_does_not_depend_on_whether_subnormal_numbers_were_flushed():

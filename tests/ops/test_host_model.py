@@ -248,7 +248,7 @@ MUTANTS = {
         "uploads.is_capturing(device)",
         "False",
     ),
-    "captured memory is released": (uploads, "_lasting", "    _captured.append(host)", "    pass"),
+    "captured memory is released": (uploads, "copy_lasting", "    _captured.append(lasting)", "    pass"),
     "captured memory is released later": (
         launch_plans,
         "clear",
@@ -257,9 +257,9 @@ MUTANTS = {
     ),
     "captured memory is written again": (
         uploads,
-        "_lasting",
-        "if torch.equal(host, values):",
-        "if host.shape == values.shape:\n            host.copy_(values)",
+        "copy_lasting",
+        "if torch.equal(lasting, host):",
+        "if lasting.shape == host.shape:\n            lasting.copy_(host)",
     ),
     "a table is used on a stream that it was not copied on": (
         packing,

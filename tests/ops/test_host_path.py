@@ -156,10 +156,7 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self.seen = []
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        del types
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
+    __torch_function__ = Watch.__torch_dispatch__
 
 
 class Handler(TorchDispatchMode):

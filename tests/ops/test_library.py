@@ -19,7 +19,6 @@ from conftest import INTERPRETED, KERNELS
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS, EXPONENTS, PAIRS, TENSORS
 from gradiometer.ops import reference
-from gradiometer.ops.launch_plans import chunk_map_of
 from support import oracle, strategies
 from support.gradients import bit_patterns
 from support.strategies import Recipe, lists
@@ -274,35 +273,3 @@ def test_kernels_and_reference_agree(some, scale):
         assert abs(a["sum"] - b["sum"]) <= 2 * oracle.SUM_BOUND * magnitudes
         at_a_threshold = any(abs(norm - limit) <= 2 * oracle.NORM_BOUND * limit for limit in LIMITS[:2])
         assert ours[1][i] == theirs[1][i] or at_a_threshold
-
-
-@needs_kernels
-@pytest.mark.parametrize("nonfinite", [False, True])
-@pytest.mark.parametrize("chunks", [1, 1023, 1024, 1025, 3000])
-def test_finalize_adds_up_all_chunks_of_a_tensor(chunks, nonfinite):
-    from gradiometer import kernels
-    from gradiometer.kernels import tuning
-
-    # the middle one of three tensors has this many chunks; partials are given, so no such tensor is needed
-    sizes = (5, chunks * tuning.CHUNK, 7)
-    layout = chunk_map_of(sizes, (torch.float32,) * 3, tuning.CHUNK, tuning.MAX_CHUNKS)
-    assert layout.num_chunks == chunks + 2
-    g = torch.Generator().manual_seed(chunks)
-    partials = torch.randint(1, 2**20, (len(kernels.PARTIALS), chunks + 2), generator=g).double()
-    parts = dict(zip(kernels.PARTIALS, partials, strict=True))
-    # in one chunk of each tensor only
-    here = torch.zeros(chunks + 2, dtype=torch.float64)
-    here[[0, chunks, chunks + 1]] = float(nonfinite)
-    parts["n_nan"] *= here
-    parts["n_posinf"] *= here
-    parts["n_nonfinite"].copy_(parts["n_nan"] + parts["n_posinf"] + 3 * here)
-    columns, flags = kernels.finalize(layout.table, partials, 3, DEFAULT_THRESHOLDS)
-    for i, part in enumerate(partials.split([1, chunks, 1], dim=1)):
-        row = dict(zip(NAMES, columns[i].tolist(), strict=True))
-        total = dict(zip(kernels.PARTIALS, part.sum(dim=1).tolist(), strict=True))
-        assert row.pop("numel") == sizes[i]
-        assert row.pop("abs_max") == part[kernels.PARTIALS.index("abs_max")].max().item()
-        assert row.pop("n_neginf") == 3 * nonfinite
-        assert row == {name: total[name] for name in row}
-        anomalies = gm.Flag.NAN | gm.Flag.INF
-        assert flags[i].item() & anomalies == (anomalies if nonfinite else 0)

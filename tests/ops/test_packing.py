@@ -514,19 +514,3 @@ def test_pairs_are_grouped_by_the_dtypes_of_both_and_of_the_gradient():
         (half, torch.float32, half): 1,
         (torch.float32, torch.float32, half): 1,
     }
-
-
-def test_captured_pairs_keep_pinned_memory_as_long_as_the_process(capturing, pinned):
-    sides = [[torch.ones(5)], [torch.ones(5)]]
-    pairs_of(*sides)
-    one = replace(known()[0], device=torch.device("meta"))
-    pinned.clear()
-    capturing(True)
-    with torch.no_grad():
-        packed = packing.pack_pairs(sides, CHUNK, MAX_CHUNKS, one)
-    capturing(False)
-    launch_plans.clear()
-    assert {packed.pointers.device, packed.table.device} == {one.device}
-    assert [id(host) for host in uploads._captured] == [id(host) for host in pinned]
-    addresses = [x.data_ptr() for side in sides for x in side]
-    assert [host.tolist() for host in pinned] == [addresses + one.chunk_map.table.tolist()]

@@ -106,8 +106,7 @@ def pairs(draw, largest=math.inf, values=strategies.VALUES, layouts=strategies.L
 def pair_lists(**options):
     small = {**options, "largest": 64}
     return st.one_of(
-        st.lists(pairs(**options), min_size=1, max_size=3),
-        st.lists(pairs(**small), min_size=1, max_size=20),
+        st.lists(pairs(**options), min_size=1, max_size=3), st.lists(pairs(**small), min_size=1, max_size=20)
     )
 
 
@@ -398,13 +397,7 @@ def near(*borders):
 
 def borders():
     if not KERNELS:
-        return (
-            *eager_plan.WIDTHS[:3],
-            eager_plan.SMALL,
-            eager_plan.FEW,
-            eager_plan.BATCH,
-            streaming.PIECE,
-        )
+        return (*eager_plan.WIDTHS[:3], eager_plan.SMALL, eager_plan.FEW, eager_plan.BATCH, streaming.PIECE)
     from gradiometer.kernels import tuning
 
     found = {size for way in tuning.PAIRS.values() for size in (way.tile, way.tile * way.unroll)}

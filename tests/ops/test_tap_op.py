@@ -123,17 +123,10 @@ def test_a_step_that_is_not_due_changes_nothing(step, every, is_due, stores):
 @pytest.mark.parametrize("is_forward", [True, False])
 def test_opcheck(is_forward, stores):
     values, _, cursor = stores
-    torch.library.opcheck(
-        torch.ops.gradiometer.tap_.default, (torch.randn(4, 3), values, cursor, 1, -1, is_forward)
-    )
-
-
-@pytest.mark.parametrize("is_forward", [True, False])
-def test_opcheck_of_partial_sums(is_forward, stores):
-    values, _, cursor = stores
-    x = torch.randn(4, 70)
-    args = (x, tap_partials.partials_of(tap_partials.fusible(x)), values, cursor, 1, -1, is_forward)
-    torch.library.opcheck(torch.ops.gradiometer.tap_partials_.default, args)
+    x, others = torch.randn(4, 70), (values, cursor, 1, -1, is_forward)
+    torch.library.opcheck(torch.ops.gradiometer.tap_.default, (x, *others))
+    partials = tap_partials.partials_of(tap_partials.fusible(x))
+    torch.library.opcheck(torch.ops.gradiometer.tap_partials_.default, (x, partials, *others))
 
 
 def fill(x, *values):

@@ -19,7 +19,6 @@ from gradiometer.ops import exponents
 from gradiometer.recorder.recorder import Recorder
 from support import strategies
 from support.compiling import Kept, graphs, needs_compiler, no_recompile
-from support.fake_device import DEVICES, Model, device_of, watch
 from support.recording import new_gradients, step_of
 
 pytestmark = pytest.mark.usefixtures("_dynamo")
@@ -262,21 +261,6 @@ def test_a_step_that_is_not_due_reads_no_gradient(monkeypatch):
         recorder.record()
         recorder.advance()
     assert len(calls) == 3
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("weights", [False, True])
-def test_nothing_waits(device, weights):
-    with device_of(device) as d:
-        model = Model(d)
-        recorder = Recorder(model, weights=weights, precision=2)
-        with watch() as seen:
-            recorder.record()
-            recorder.advance()
-            recorder.record()
-            recorder.configure_(step=6)
-        assert seen.to_host == []
-        assert seen.to_device == []
 
 
 # inside a compiled step

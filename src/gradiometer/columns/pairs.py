@@ -30,10 +30,6 @@ def _root_of(name: str) -> Callable[[Row], Tensor]:
     return lambda row: sqrt(row(name))
 
 
-def _same_as(name: str) -> Callable[[Row], Tensor]:
-    return lambda row: row(name)
-
-
 def _update_ratio(row: Row) -> Tensor:
     change, reference = row("norm_u"), row("norm_b")
     # no change of nothing is no change; any other change of zeros is infinite
@@ -77,15 +73,12 @@ PAIRS: Final = Schema(
     ),
     (
         # those that every tensor has, of u
-        Derived("sumsq", _same_as("sumsq_u"), "sum of u**2"),
-        Derived("sum", _same_as("sum_u"), "sum of u"),
-        Derived("abs_max", _same_as("abs_max_u"), "largest |u|", "abs max", "finite"),
+        Derived("sumsq", lambda row: row("sumsq_u"), "sum of u**2"),
+        Derived("sum", lambda row: row("sum_u"), "sum of u"),
+        Derived("abs_max", lambda row: row("abs_max_u"), "largest |u|", "abs max", "finite"),
         *STATISTICS,
-        Derived("norm_a", _root_of("sumsq_a"), "L2 norm of a"),
-        Derived("norm_b", _root_of("sumsq_b"), "L2 norm of b"),
-        Derived("norm_u", _root_of("sumsq_u"), "L2 norm of u"),
-        Derived("norm_g", _root_of("sumsq_g"), "L2 norm of g"),
-        Derived("rms_u", _same_as("rms"), "root mean square of u", "rms", "finite"),
+        *[Derived(f"norm_{x}", _root_of(f"sumsq_{x}"), f"L2 norm of {x}") for x in "abug"],
+        Derived("rms_u", lambda row: row("rms"), "root mean square of u", "rms", "finite"),
         Derived(
             "update_ratio",
             _update_ratio,

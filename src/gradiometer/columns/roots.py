@@ -31,11 +31,7 @@ _VECTOR_MATH: Final = torch.backends.mkl.is_available()
 def sqrt(x: Tensor) -> Tensor:
     """Return the correctly rounded square root of each element. Not differentiable in a compiled graph.
 
-    Args:
-        x: float64, no element negative; any shape, strides and device.
-
-    Returns:
-        a tensor of the same shape, dtype and device; NaN for NaN.
+    ``x``: float64, no element negative; any shape, strides and device. NaN for NaN.
     """
     if x.device.type != "cpu":
         return x.sqrt()

@@ -5,7 +5,7 @@ all-reduce merge the columns of all ranks. Nothing here measures a tensor.
 """
 
 from gradiometer.distributed.calls import StateDigest, differing_calls
-from gradiometer.distributed.collectives import all_reduce, all_reduce_pair, rendezvous, share, tell, whole
+from gradiometer.distributed.collectives import all_reduce, all_reduce_pair, rendezvous, share, tell
 from gradiometer.distributed.comm_hook import register_bucket_hook
 from gradiometer.distributed.implicit_ranks import given_ranks, implicit_ranks_for, sharding_here
 from gradiometer.distributed.process_groups import close, group_of, is_active, ranks_of, side_group
@@ -41,6 +41,5 @@ __all__ = [
     "share",
     "side_group",
     "tell",
-    "whole",
     "with_shards",
 ]

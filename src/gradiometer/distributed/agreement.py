@@ -45,9 +45,8 @@ class Agreement:
             # the others reduce on such a device, so a rank without tensors there has to use one too
             home = torch.device(device_types[0], torch.get_device_module(device_types[0]).current_device())
         self.names = self.plan.names
-        rows = {name: row for row, name in enumerate(self.names)}
         # the rows of this rank's tensors
-        self._rows = [rows[name] for name in self.local_names]
+        self._rows = [self.plan.rows[name] for name in self.local_names]
         self._is_whole = self.local_names == self.names
         self._indices = {name: index for index, name in enumerate(self.local_names)}
         counted = self.plan.counts(self.rank)
@@ -82,7 +81,7 @@ class Agreement:
 
         ``rank`` is its place in the group.
         """
-        return self.plan.where(self.names.index(name), rank)
+        return self.plan.where(self.plan.rows[name], rank)
 
     def to_rows(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
         """Return this rank's contribution to all rows: ``(len(names), C) -> (T, C)``; 0 adds nothing."""

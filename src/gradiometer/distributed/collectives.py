@@ -65,13 +65,6 @@ class _Call(NamedTuple):
 _BROKEN: Final = _Call()
 
 
-def whole() -> Any:
-    """Return the placement of a DTensor that every rank has a copy of."""
-    from torch.distributed.tensor import Replicate  # noqa: PLC0415 its import is slow
-
-    return Replicate()
-
-
 # sums and maxima
 
 

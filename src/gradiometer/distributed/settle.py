@@ -50,5 +50,7 @@ def _summed(grad: Any, found: list[Place]) -> tuple[Tensor, tuple[int, ...]]:
     moved = tuple([i for i, place in enumerate(found) if not place.is_settled])
     if all([reduction_of(found[i].now) == "sum" and found[i].then is None for i in moved]):
         return grad, moved
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415 its import is slow
+
     with torch.no_grad():
-        return grad.redistribute(placements=[place.then or collectives.whole() for place in found]), ()
+        return grad.redistribute(placements=[place.then or Replicate() for place in found]), ()

@@ -11,6 +11,7 @@ fp64 units, they limit the speed.
 """
 
 import math
+from operator import itemgetter
 
 import torch
 import triton
@@ -31,12 +32,10 @@ _CHANNELS = 2048
 
 # defaults of arguments, see finalize.py
 _EVERY = int(Cursor.EVERY)
-_NUMEL = ACTIVATIONS.index["numel"]
-_FIRST = ACTIVATIONS.index["sumsq"]
-_TOP = ACTIVATIONS.index["abs_max"]
-_CALLS = ACTIVATIONS.index["n_calls"]
-_NUM_CHANNELS = ACTIVATIONS.index["n_channels"]
-_ZERO_CHANNELS = ACTIVATIONS.index["n_zero_channels"]
+_NUMEL, _FIRST, _TOP = itemgetter("numel", "sumsq", "abs_max")(ACTIVATIONS.index)
+_CALLS, _NUM_CHANNELS, _ZERO_CHANNELS = itemgetter("n_calls", "n_channels", "n_zero_channels")(
+    ACTIVATIONS.index
+)
 
 
 @triton.jit
@@ -302,21 +301,14 @@ def activation(
     channel_dim: int,
     flag: torch.Tensor | None = None,
 ) -> None:
-    """Measure an activation in a step that is due, and merge its columns into a row.
+    """Measure an activation in a step that is due, and merge its columns into row ``row`` of the store.
 
-    Launches on one stream can use the same three scratch tensors. In a step that is not due a launch reads
-    only the cursor, and writes nothing. An empty tensor is not measured.
+    The step is due if ``every`` of the cursor is above 0 and divides it; otherwise a launch reads only the
+    cursor, and writes nothing. An empty tensor is not measured. The C indices of ``channel_dim`` are the
+    channels. With 0 in ``flag`` the launch does nothing, see `gradiometer.kernels.merge_partials`.
 
-    Args:
-        x: fp64, fp32, bf16 or fp16.
-        store: row ``row`` is changed in place.
-        row: the row to merge into.
-        cursor: the step is due if ``every`` is above 0 and divides it.
-        partials: scratch of shape `ACTIVATION_PARTIALS`, with any values.
-        alive: scratch of C or more elements; 0 before and after each launch.
-        counter: scratch of one element, likewise.
-        channel_dim: the dimension whose C indices are the channels.
-        flag: with 0, the launch does nothing. See `gradiometer.kernels.merge_partials`.
+    Launches on one stream can use the same scratch: ``partials`` of shape `ACTIVATION_PARTIALS`, with any
+    values; ``alive`` of C or more elements, and ``counter`` of one, 0 before and after each launch.
     """
     numel = x.numel()
     if numel == 0:

@@ -22,11 +22,7 @@ from gradiometer.kernels import tuning
 from gradiometer.kernels.primitives import NAN, NEGINF, POSINF, SUMSQ, is_due
 
 # defaults of arguments, see finalize.py
-_STEP = int(Cursor.STEP)
-_COUNT = int(Cursor.COUNT)
-_SKIP_NONFINITE = int(Cursor.SKIP_NONFINITE)
-_SKIP_ABOVE = int(Cursor.SKIP_ABOVE)
-_SKIP = int(Cursor.SKIP)
+_STEP, _COUNT, _, _SKIP_NONFINITE, _SKIP_ABOVE, _SKIP = map(int, Cursor)
 
 # rows per program
 _ROWS = 64

@@ -186,17 +186,11 @@ def _per_tensor_kernel(
 def clip_factors(
     columns: torch.Tensor, buffers: Sequence[torch.Tensor], settings: Sequence[float], *, per_tensor: bool
 ) -> torch.Tensor:
-    """Count a step of a module, as its ``decide`` does.
+    """Count a step of ZScoreClip or PerTensorClip, as its ``decide`` does; return factors, 0-d or ``(T,)``.
 
-    Args:
-        columns: ``(T, C) float64``.
-        buffers: state and record of ZScoreClip, or average, count and record of PerTensorClip; float64,
-            contiguous, changed in place.
-        settings: z_threshold or max_ratio, then decay, warmup_steps, max_norm and eps.
-        per_tensor: whether they are those of PerTensorClip.
-
-    Returns:
-        0-d float64, or ``(T,)`` if ``per_tensor``.
+    ``buffers``: state and record of ZScoreClip, or average, count and record of PerTensorClip; float64,
+    contiguous, changed in place. ``settings``: z_threshold or max_ratio, then decay, warmup_steps, max_norm
+    and eps.
     """
     kernel = _per_tensor_kernel if per_tensor else _z_score_kernel
     shape = columns.shape[: int(per_tensor)]

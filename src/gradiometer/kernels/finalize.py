@@ -5,6 +5,7 @@ the call. Thresholds are run-time fp64 scalars.
 """
 
 import struct
+from operator import itemgetter
 
 import torch
 import triton
@@ -18,20 +19,11 @@ from gradiometer.kernels.moments import PARTIALS
 # a kernel uses with the value that was compiled, which takes the host time.
 
 # indices in moments.PARTIALS; the first four are read as one tile
-_SUMSQ = PARTIALS.index("sumsq")
-_ZEROS = PARTIALS.index("n_zero")
-_TOP = PARTIALS.index("abs_max")
-_NONFINITE = PARTIALS.index("n_nonfinite")
-_NAN = PARTIALS.index("n_nan")
-_POSINF = PARTIALS.index("n_posinf")
+_SUMSQ, _, _ZEROS, _TOP, _NONFINITE, _NAN, _POSINF = range(len(PARTIALS))
 
 # indices of columns; sumsq, sum and n_zero have the same order there as in PARTIALS
-_NUMEL = TENSORS.index["numel"]
-_FIRST_SUM = TENSORS.index["sumsq"]
-_NAN_COLUMN = TENSORS.index["n_nan"]
-_POSINF_COLUMN = TENSORS.index["n_posinf"]
-_NEGINF_COLUMN = TENSORS.index["n_neginf"]
-_TOP_COLUMN = TENSORS.index["abs_max"]
+_NUMEL, _FIRST_SUM, _TOP_COLUMN = itemgetter("numel", "sumsq", "abs_max")(TENSORS.index)
+_NAN_COLUMN, _POSINF_COLUMN, _NEGINF_COLUMN = itemgetter("n_nan", "n_posinf", "n_neginf")(TENSORS.index)
 
 # rows of a ChunkMap's table, whose first row is numel
 _FIRST_CHUNK = 2

@@ -4,6 +4,8 @@ One program adds them up, in a fixed order, and decides whether the activation m
 flag, and `gradiometer.kernels.activation` measures everything. Reads 28 bytes and a magnitude per partial.
 """
 
+from operator import itemgetter
+
 import torch
 import triton
 import triton.language as tl
@@ -18,14 +20,8 @@ _THREADS, _REGISTERS = 512, 128
 
 # defaults of arguments, see finalize.py
 _EVERY = int(Cursor.EVERY)
-_NUMEL = ACTIVATIONS.index["numel"]
-_SUMSQ = ACTIVATIONS.index["sumsq"]
-_SUM = ACTIVATIONS.index["sum"]
-_ZEROS = ACTIVATIONS.index["n_zero"]
-_SUM4 = ACTIVATIONS.index["sum4"]
-_TOP = ACTIVATIONS.index["abs_max"]
-_CALLS = ACTIVATIONS.index["n_calls"]
-_NUM_CHANNELS = ACTIVATIONS.index["n_channels"]
+_NUMEL, _SUMSQ, _SUM, _ZEROS = itemgetter("numel", "sumsq", "sum", "n_zero")(ACTIVATIONS.index)
+_SUM4, _TOP, _CALLS, _NUM_CHANNELS = itemgetter("sum4", "abs_max", "n_calls", "n_channels")(ACTIVATIONS.index)
 
 
 @triton.jit(do_not_specialize=["row", "count", "numel", "channels", "most"])
@@ -110,17 +106,13 @@ def merge_partials(
     channels: int,
     most: int,
 ) -> None:
-    """Merge the partials of an activation into a row, in a step that is due, unless it must be read.
+    """Merge the partials of an activation into a row of a store, in a step that is due.
 
-    Args:
-        partials: sums of x, x**2, x**4 and of zeros, and the largest magnitudes; of one size.
-        store: row ``row`` is changed in place if the flag becomes 0.
-        row: the row to merge into.
-        cursor: as for `gradiometer.kernels.activation`.
-        flag: becomes 1 if the activation is not finite, or may have a channel of zeros, else 0.
-        numel: the elements of the activation.
-        channels: its channels.
-        most: the most elements that a partial has of one channel.
+    The flag becomes 1 if the activation is not finite, or may have a channel of zeros: it must be read then,
+    and nothing is merged. Otherwise the flag becomes 0.
+
+    ``partials``: sums of x, x**2, x**4 and of zeros, and the largest magnitudes; of one size. ``numel``,
+    ``channels``: of the activation. ``most``: the most elements that a partial has of one channel.
     """
     _merge_partials_kernel[(1,)](
         *partials,

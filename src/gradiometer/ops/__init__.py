@@ -6,14 +6,7 @@ names, ranks or reports. Triton is imported on the first call on a device that n
 """
 
 from gradiometer.ops.clipping import clip_factors_, scale_
-from gradiometer.ops.dispatch import (
-    INSTALL_COMPILER,
-    INTERPRETED,
-    driver_error,
-    recognize,
-    uses_kernels,
-    writable,
-)
+from gradiometer.ops.dispatch import INSTALL_COMPILER, INTERPRETED, recognize, uses_kernels, writable
 from gradiometer.ops.exponents import measure_exponents, record_exponents_
 from gradiometer.ops.in_graph import is_exporting, tensor_stats_in_graph
 from gradiometer.ops.launch_plans import LaunchPlan
@@ -29,7 +22,6 @@ __all__ = [
     "LaunchPlan",
     "append_",
     "clip_factors_",
-    "driver_error",
     "is_capturing",
     "is_exporting",
     "keep_",

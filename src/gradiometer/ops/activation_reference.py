@@ -14,7 +14,7 @@ import torch
 from gradiometer.inputs import as_real
 from gradiometer.ops import openmp
 from gradiometer.ops.eager_plan import BATCH
-from gradiometer.ops.streaming import by_tensor, convertible, cut, fsum
+from gradiometer.ops.streaming import by_tensor, convertible, cut, merged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ def activation_stats(x: Tensor, channel_dim: int) -> list[float]:
     else:
         large: list[tuple[int, tuple[Tensor, ...]]] = [(0, (numbers,))]
         start = partial(partial, _measure_block, length)
-        ((_, row),) = by_tensor(large, length, start, _merge, worth_a_thread=WORTH_A_THREAD)
+        ((_, row),) = by_tensor(large, length, start, merged, worth_a_thread=WORTH_A_THREAD)
     *sums, top = row
     dead = 0
     # a channel that is always zero has zeros
@@ -61,7 +61,7 @@ def _measure_block(length: int, block: tuple[Tensor, ...]) -> _Row:
         # outside of inference mode, whose tensors cannot be written elsewhere
         with torch.inference_mode(mode=False):
             buffer = torch.empty(max(PIECE, BATCH), dtype=torch.float64, device="cpu")
-    row = _merge([_measure(piece, buffer) for (piece,) in cut(block, length)])
+    row = merged([_measure(piece, buffer) for (piece,) in cut(block, length)])
     if not _BUFFERS:
         _BUFFERS.append(buffer)
     return row
@@ -96,13 +96,6 @@ def _measure_nonfinite(piece: Tensor) -> _Row:
     square = wide * wide
     sums = [square.sum().item(), wide.sum().item(), n_zero, *counts, (square * square).sum().item()]
     return (wide.numel(), *sums, wide.abs().amax().item())
-
-
-def _merge(rows: list[_Row]) -> _Row:
-    if len(rows) == 1:
-        return rows[0]
-    *sums, tops = zip(*rows, strict=True)
-    return (*map(fsum, sums), max(tops))
 
 
 def zero_channels(x: Tensor, dim: int) -> int:

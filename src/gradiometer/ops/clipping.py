@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 def scale_(tensors: Sequence[Tensor], factor: Tensor, plan: LaunchPlan) -> None:
     """Multiply tensors of one device in place, by a kernel that touches none whose factor is 1.
 
-    Args:
-        tensors: those passed to `writable`; no two share memory.
-        factor: 0-d float64 on their device, at most 1; or one for each tensor.
-        plan: the result of `writable`.
+    No two tensors share memory; ``plan`` is the result of `writable` for them. ``factor``: 0-d float64 on
+    their device, at most 1; or one for each tensor.
     """
     # this bypasses the dispatcher, so we bump the version counters for autograd ourselves
     torch.autograd.graph.increment_version(tensors)

@@ -52,10 +52,10 @@ def driver_error(kind: str) -> str | None:
         # compilers color their messages
         cause = printable((str(error).strip() or type(error).__name__).splitlines()[0])
         reason = f"Triton cannot build its driver ({cause})"
-        msg = (
-            f"{reason}, so gradiometer measures {kind} tensors with eager PyTorch, which is slower and makes "
+        msg = f"{reason}, so gradiometer measures {kind} tensors with eager PyTorch, which is slower and "
+        warnings.warn(
+            f"{msg}makes the host wait for the device at every call; {INSTALL_COMPILER}", stacklevel=2
         )
-        warnings.warn(f"{msg}the host wait for the device at every call; {INSTALL_COMPILER}", stacklevel=2)
         return reason
     return None
 

@@ -164,10 +164,8 @@ def window_columns(window: int) -> tuple[Tensor, Tensor]:
 def row_codes(dtype: torch.dtype, bits: Tensor, words: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the codes of float32 or bfloat16 numbers, int16, without `row_offsets`, and a buffer like them.
 
-    Args:
-        dtype: that of the numbers.
-        bits: 4 bytes for each number, int32. The buffer begins with the numbers, and then has the result.
-        words: two buffers of 2 bytes for each, int16, for `nonzero_among`.
+    ``bits``: 4 bytes for each number, int32. The buffer begins with the numbers, and then has the result.
+    ``words``: two buffers of 2 bytes for each, int16, for `nonzero_among`.
     """
     binades, places = words
     # once the numbers are split, their buffer is free

@@ -144,13 +144,9 @@ def exponent_stats(tensors: Sequence[Tensor], plan: Plan | None = None) -> Tenso
             scratch = codes.Scratch(length, device)
             return lambda block: _count_block(block[0], scratch)
 
-        for index, row in by_tensor(large, length, start_large, _sum):
+        for index, row in by_tensor(large, length, start_large, lambda parts: torch.stack(parts).sum(0)):
             rows[index] = row
     return rows
-
-
-def _sum(rows: list[Tensor]) -> Tensor:
-    return rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)
 
 
 # numbers of any format

@@ -27,14 +27,10 @@ if TYPE_CHECKING:
 
 
 def measure_exponents(tensors: Sequence[Tensor], plan: LaunchPlan | None = None) -> Tensor:
-    """Return the histograms of tensors of one device.
+    """Return the histograms of tensors of one device, ``(T, C) int64``, see `gradiometer.columns.exponents`.
 
-    Args:
-        tensors: at least one floating-point or complex strided tensor.
-        plan: the result of `recognize` for them, if it was called.
-
-    Returns:
-        ``(T, C) int64``, see `gradiometer.columns.exponents`, on their device.
+    ``tensors``: at least one floating-point or complex strided tensor. ``plan``: the result of `recognize`
+    for them, if it was called.
     """
     if plan is not None:
         return _measure(tensors, plan)

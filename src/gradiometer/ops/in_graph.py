@@ -51,11 +51,7 @@ def tensor_stats_in_graph(
 
 
 def _tensor_stats_in_graph(
-    tensors: list[Tensor],
-    vanishing: float,
-    exploding: float,
-    dead: float,
-    inv_scale: Tensor | None = None,
+    tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         widths = _widths(tensors)

@@ -74,7 +74,8 @@ def chunk_map_of(
     ``blocks``: for pairs, the chunk size that the layout of each requires, or 0. ``pitches``: of all lists;
     -1 where chunks are adjacent in memory.
     """
-    lengths = [max(chunk, _power_of_two(-(-size // max_chunks))) for size in sizes]
+    # a power of two, at least size / max_chunks
+    lengths = [max(chunk, 1 << max((size - 1) // max_chunks, 0).bit_length()) for size in sizes]
     lengths = [block or length for block, length in zip(blocks or [0] * len(sizes), lengths, strict=True)]
     counts = [-(-size // length) for size, length in zip(sizes, lengths, strict=True)]
     first = [0] * len(sizes)
@@ -93,10 +94,6 @@ def chunk_map_of(
     chunk_row = array("q", array("i", rows).tobytes())
     table = int64([*sizes, *lengths, *first, *counts, *chunk_row, *apart])
     return ChunkMap(len(sizes), sum(counts), tuple(groups), table)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length() if least > 1 else 1
 
 
 def int64(values: Sequence[int]) -> Tensor:

@@ -87,7 +87,8 @@ def define(
     _LIBRARY.impl(name, _without_revision(implementation), "CompositeExplicitAutograd")
     # autograd passes the call on and records nothing
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"gradiometer::{name}", _without_revision(fake or _nothing), lib=_LIBRARY)
+    fake = _without_revision(fake or (lambda *_: None))
+    torch.library.register_fake(f"gradiometer::{name}", fake, lib=_LIBRARY)
 
 
 def _without_revision(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -95,16 +96,11 @@ def _without_revision(function: Callable[..., Result]) -> Callable[..., Result]:
     return lambda *args: function(*(args[:-1] if args and isinstance(args[-1], str) else args))
 
 
-def _nothing(*_: Any) -> None:
-    """Return what an op without results returns."""
-
-
 def by_device(reference: Callable[Args, Result], kernels: Callable[Args, Result]) -> Callable[Args, Result]:
     """Return a function that calls one of two implementations; it does not need the dispatcher.
 
-    Args:
-        reference: measures in eager PyTorch. The first argument is a tensor, or tensors of one device.
-        kernels: does the same by launching Triton kernels, on a device that is then the current one.
+    ``reference`` measures in eager PyTorch; its first argument is a tensor, or tensors of one device.
+    ``kernels`` does the same by launching Triton kernels, on a device that is then the current one.
     """
 
     def run(*args: Args.args, **options: Args.kwargs) -> Result:

@@ -64,11 +64,9 @@ def map_on_threads(
 ) -> list[Result]:
     """Call a function for each item on several threads; return the results in the order of the items.
 
-    Args:
-        start: called once on each thread; returns the function to call for the items there.
-        items: each is taken by the next free thread.
-        threads: the number of threads, at least 1, including the calling thread. Operators run on the thread
-            that calls them, without gradients.
+    ``start`` is called once on each thread, and returns the function to call there; each item is taken by the
+    next free thread. ``threads``: their number, at least 1, including the calling thread. Operators run on
+    the thread that calls them, without gradients.
 
     Raises:
         BaseException: the first exception that a call raised; the remaining items are skipped.

@@ -19,7 +19,7 @@ from gradiometer.inputs import as_real
 from gradiometer.ops import openmp
 from gradiometer.ops.eager_plan import BATCH, FEW, SMALL, WIDTH_OF
 from gradiometer.ops.row_sums import row_sums, sum_of_small
-from gradiometer.ops.streaming import by_tensor, convertible, cut, fsum, piece_length
+from gradiometer.ops.streaming import by_tensor, convertible, cut, merged, piece_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ def pair_stats(a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | N
                     _measure_batch(members[start : start + most], width, buffers, rows)
     if large:
         most = min(piece_length(), max([numbers[0].numel() for _, numbers in large]))
-        for index, row in by_tensor(large, most, lambda: _measure_on_thread(most), _merge):
+        for index, row in by_tensor(large, most, lambda: _measure_on_thread(most), merged):
             rows[index] = row
     columns = torch.frombuffer(array("d", chain.from_iterable(rows)), dtype=torch.float64)
     return columns.view(len(rows), PAIRS.width).to(a[0].device)
@@ -78,7 +78,7 @@ def _measure_on_thread(numel: int) -> Callable[[tuple[Tensor, ...]], _Row]:
     def measure(block: tuple[Tensor, ...]) -> _Row:
         if len(block) not in buffers:
             buffers[len(block)] = _buffers(block, numel)
-        return _merge([_measure(piece, buffers[len(block)]) for piece in cut(block, numel)])
+        return merged([_measure(piece, buffers[len(block)]) for piece in cut(block, numel)])
 
     return measure
 
@@ -209,10 +209,3 @@ def _measure_batch(
         # padding is unchanged
         sums[5] -= width - numel
         rows[index] = _measure_nonfinite(numbers) if _is_odd(sums) else (numel, *sums, *_FINITE, top)
-
-
-def _merge(rows: list[_Row]) -> _Row:
-    if len(rows) == 1:
-        return rows[0]
-    numel, *sums, top = zip(*rows, strict=True)
-    return (sum(numel), *map(fsum, sums), max(top))

@@ -18,12 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradiometer.columns import (
-    NUM_FINGERPRINT_COLUMNS,
-    TENSORS,
-    Fingerprint,
-    Flag,
-)
+from gradiometer.columns import NUM_FINGERPRINT_COLUMNS, TENSORS, Fingerprint, Flag
 from gradiometer.inputs import as_real
 from gradiometer.ops import fingerprint as bits
 from gradiometer.ops import openmp

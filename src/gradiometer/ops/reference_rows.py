@@ -18,7 +18,7 @@ from gradiometer.columns import Fingerprint
 from gradiometer.ops import fingerprint as bits
 from gradiometer.ops.eager_plan import FEW, SMALL
 from gradiometer.ops.row_sums import LANES, add_lanes, lanes_of, row_sums, sum_of_small
-from gradiometer.ops.streaming import BLOCK, by_tensor, convertible, cut, fsum, piece_length
+from gradiometer.ops.streaming import BLOCK, by_tensor, convertible, cut, fsum, merged, piece_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +53,7 @@ def rows_of(
 
     def merge(parts: list[tuple[Row, list[Fingerprint]]]) -> tuple[Row, list[Fingerprint]]:
         found = [one for _, each in parts for one in each]
-        return _merge([row for row, _ in parts]), [reduce(Fingerprint.then, found)] if found else []
+        return merged([row for row, _ in parts]), [reduce(Fingerprint.then, found)] if found else []
 
     return _by_tensor(large, measure, merge)
 
@@ -102,7 +102,7 @@ def _measure_block(block: Tensor, scratch: Scratch) -> Row:
             # the square is exact, so its root is exact too
             top = top if piece.dtype == torch.float64 else math.sqrt(top)
             rows.append((piece.numel(), sumsq.item(), total.item(), n_zero, 0.0, 0.0, 0.0, top))
-    return _merge(rows)
+    return merged(rows)
 
 
 def _measure_float(
@@ -169,14 +169,6 @@ def _sumsq_of_block(block: Tensor, scratch: Scratch) -> float:
 def sum_of_squares(wide: Tensor) -> float:
     """Return the sum of squares of fp64 numbers, which it overwrites."""
     return torch.mul(wide, wide, out=wide).sum().item()
-
-
-def _merge(rows: list[Row]) -> Row:
-    if len(rows) == 1:
-        return rows[0]
-    numel, sumsq, total, n_zero, n_nan, n_posinf, n_neginf, top = zip(*rows, strict=True)
-    counts = map(sum, (n_zero, n_nan, n_posinf, n_neginf))
-    return (sum(numel), fsum(sumsq), fsum(total), *counts, max(top))
 
 
 # small tensors

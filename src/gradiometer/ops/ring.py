@@ -235,16 +235,9 @@ def _record_op(tensors: list[Tensor], vanishing: float, exploding: float, dead: 
     _record(tensors, Thresholds(vanishing, exploding, dead), *others)
 
 
-def _append_op(
-    columns: Tensor,
-    flags: Tensor,
-    grads: int,
-    steps: Tensor,
-    cursor: Tensor,
-    section: list[int],
-    fingerprints: Tensor | None = None,
-) -> None:
-    _append(columns, flags, grads, steps, cursor, Section(*section), fingerprints)
+def _append_op(columns: Tensor, *rest: Any) -> None:
+    flags, grads, steps, cursor, section, *fingerprints = rest
+    _append(columns, flags, grads, steps, cursor, Section(*section), *fingerprints)
 
 
 define(

@@ -52,17 +52,12 @@ def by_tensor(
     *,
     worth_a_thread: int = WORTH_A_THREAD,
 ) -> Iterator[tuple[int, T]]:
-    """Measure tensors, or tuples of tensors of one shape, block by block, on several threads.
+    """Measure tensors block by block, on several threads; yield the index of each and its result.
 
-    Args:
-        large: at least one index in the call, and the tensors that are cut together.
-        length: elements that a thread reads at a time.
-        start: called once on each thread; returns the function that measures a block.
-        merge: merges the results of a tensor's blocks, in order.
-        worth_a_thread: elements in full pieces per additional thread.
-
-    Yields:
-        each index and its result.
+    ``large``: at least one index, and tensors of one shape that are cut together. ``length``: elements that a
+    thread reads at a time. ``start``: called once on each thread; returns the function that measures a block.
+    ``merge``: merges the results of a tensor's blocks, in order. ``worth_a_thread``: elements in full pieces
+    per additional thread.
     """
     device, sizes = large[0][1][0].device, [xs[0].numel() for _, xs in large]
     threads = 1
@@ -111,6 +106,14 @@ def convertible(x: Tensor) -> Tensor:
     """Return a tensor whose conversion to float64 is fast."""
     # a direct conversion from float16 to float64 takes four times as long
     return x.to(torch.float32) if x.itemsize < 4 and x.dtype != torch.bfloat16 else x
+
+
+def merged(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Merge rows of raw columns of parts: the last column is a maximum, the others are sums."""
+    if len(rows) == 1:
+        return rows[0]
+    *sums, tops = zip(*rows, strict=True)
+    return (*map(fsum, sums), max(tops))
 
 
 def fsum(values: Sequence[float]) -> float:

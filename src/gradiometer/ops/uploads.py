@@ -29,19 +29,13 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
 
 def copy_lasting(host: Tensor, device: torch.device) -> tuple[Tensor, bool]:
     """Copy in a capture, from memory that lasts; return the copy, and whether that memory is new."""
-    lasting, is_new = _lasting(host, device)
-    return _upload(lasting, device), is_new
-
-
-def _lasting(values: Tensor, device: torch.device) -> tuple[Tensor, bool]:
-    """Return pinned memory for captured copies that holds these values, and whether it is new."""
     # recordings with the same addresses share it, as do all of one list share the static table
-    for host in _captured:
-        if torch.equal(host, values):
-            return host, False
-    host = _pinned(values, device)
-    _captured.append(host)
-    return host, True
+    for lasting in _captured:
+        if torch.equal(lasting, host):
+            return _upload(lasting, device), False
+    lasting = _pinned(host, device)
+    _captured.append(lasting)
+    return _upload(lasting, device), True
 
 
 def copy(host: Tensor, device: torch.device) -> Tensor:

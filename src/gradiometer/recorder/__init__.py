@@ -5,15 +5,7 @@ holds them on the host. Nothing here starts a thread, accesses a disk or judges 
 """
 
 from gradiometer.recorder.catalog import Catalog, Rows
-from gradiometer.recorder.kinds import (
-    KINDS,
-    LOSS_ORDER,
-    Kind,
-    described,
-    kinds_of,
-    label,
-    register,
-)
+from gradiometer.recorder.kinds import KINDS, LOSS_ORDER, Kind, described, kinds_of, label, register
 from gradiometer.recorder.model_state import Driver, ModelState, OptimizerState, master_copies
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.settings import check_integer

@@ -118,9 +118,6 @@ class ModelState:
         has_loss_scale: whether gradients have a loss scale: ``record`` was called with ``inv_scale``.
         driver: the name of the `Driver`.
         optimizers: what its optimizers hold; None if they are not known.
-
-    >>> ModelState((True, False)).evaluating
-    ''
     """
 
     requires_grad: tuple[bool, ...]

@@ -25,14 +25,7 @@ from gradiometer.inputs import (
 )
 from gradiometer.recorder.catalog import Catalog
 from gradiometer.recorder.exponent_stores import ExponentStores
-from gradiometer.recorder.kinds import (
-    ACTIVATION_VALUES,
-    GRADS,
-    UPDATES,
-    WEIGHTS,
-    Kind,
-    requested,
-)
+from gradiometer.recorder.kinds import ACTIVATION_VALUES, GRADS, UPDATES, WEIGHTS, Kind, requested
 from gradiometer.recorder.settings import check_integer, is_ordinary, is_scale, of_this_rank
 from gradiometer.recorder.skip_consensus import SkipConsensus
 from gradiometer.recorder.step_ring import StepRing
@@ -348,8 +341,7 @@ class Recorder(StepRing):
             raise ValueError(msg + "collect_grads")
         bits = stats.fingerprints if self.fingerprint else None
         # only gradients decide about skipping
-        decides = kind is GRADS
-        self._write(kind, stats.names, stats.columns, stats.flags, bits, decides=decides)
+        self._write(kind, stats.names, stats.columns, stats.flags, bits, decides=kind is GRADS)
 
     def _write(
         self,
@@ -388,10 +380,8 @@ def _names_of(taps: Taps | None, parameters: tuple[str, ...]) -> tuple[str, ...]
         raise TypeError(msg)
     owner = _owners.get(taps, lambda: None)()
     if owner is not None and any([own is taps for own in owner._taps]):  # noqa: SLF001 of this class
-        msg = (
-            "Recorder(taps=...): another Recorder or Monitor records these Taps, and clears them after each "
-        )
-        raise ValueError(msg + "step; close that Monitor, or make other Taps: gm.Taps(model, ...)")
+        msg = "Recorder(taps=...): another Recorder or Monitor records these Taps, and clears them after "
+        raise ValueError(msg + "each step; close that Monitor, or make other Taps: gm.Taps(model, ...)")
     twice = {*taps.names} & {*parameters}
     if twice:
         msg = f"Recorder(taps=...): {min(twice)!r} is the name of a tap and of a parameter; rename the tap"

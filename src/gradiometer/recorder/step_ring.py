@@ -36,11 +36,6 @@ class StreamOrder:
 
     The host does not wait. Uses in a compiled function or a captured graph are not seen, because a replay
     runs no Python code: the caller has to make streams wait for it.
-
-    >>> import torch
-    >>> order = StreamOrder()
-    >>> with order.on(torch.device("cpu")):  # a GPU's current stream comes after all uses before
-    ...     pass
     """
 
     def __init__(self) -> None:

@@ -25,21 +25,10 @@ if TYPE_CHECKING:
 
 
 class RingLayout:
-    """Where the tables of a step are in a slot of the ring.
+    """Where the tables of a step are in a slot of the ring; those of sparse kinds are not in it.
 
-    Args:
-        catalog: the tables; those of sparse kinds are not in the ring.
-        fingerprint: whether kinds that can have fingerprints have them.
-
-    Attributes:
-        sections: the section of each kind, by name.
-        header_size: the number of numbers before the first section.
-        size: the number of numbers in a slot.
-
-    >>> from gradiometer.recorder.catalog import Catalog
-    >>> layout = RingLayout(Catalog.of(("w", "b"), ((2, 1), (1,)), ("float32",) * 2, ("grads", "updates")))
-    >>> layout.sections["updates"].offset, layout.size
-    (22, 54)
+    With ``fingerprint``, kinds that can have fingerprints have them. ``sections``: by the name of the kind.
+    ``header_size``, ``size``: how many numbers are before the first section, and in a slot.
     """
 
     def __init__(self, catalog: Catalog, *, fingerprint: bool = False) -> None:

@@ -20,12 +20,10 @@ class Updates:
     """Measures the updates of the parameters that require a gradient, with a copy of these.
 
     The copy is the only memory of the size of the weights. A parameter that is unfrozen has updates from the
-    next step on. For a DTensor the local shard is measured; a gradient whose values
-    are on other ranks, such as a partial sum, is left out.
+    next step on. For a DTensor the local shard is measured; a gradient whose values are on other ranks, such
+    as a partial sum, is left out. The updates are written into the current step of the recorder.
 
-    Args:
-        recorder: the updates are written into its current step.
-        names: of the parameters, such as those of one of several optimizers; None for all.
+    ``names``: of the parameters, such as those of one of several optimizers; None for all.
 
     Attributes:
         step: the copy has the weights before this step.
@@ -33,17 +31,6 @@ class Updates:
         has_begun: whether the weights were copied right before the update of the current step.
         is_measured: whether the updates of the current step were measured.
         is_traced: whether that was in a compiled function.
-
-    >>> import torch, gradiometer as gm
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> recorder = gm.Recorder(model, updates=True)
-    >>> updates = Updates(recorder)
-    >>> with torch.no_grad():
-    ...     _ = model.weight.mul_(1.25)
-    >>> updates.measure(0)
-    >>> updates.keep_for(1, every=1)
-    >>> recorder.read()[0].value("update_ratio", "updates")
-    tensor([0.2500], dtype=torch.float64)
     """
 
     def __init__(self, recorder: Recorder, names: Collection[str] | None = None) -> None:
