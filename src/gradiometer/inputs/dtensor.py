@@ -49,12 +49,11 @@ def local_shards(named: Named, what: str) -> Named:
         return named
     for name, tensor in zip(*named, strict=True):
         if is_dtensor(type(tensor)) and is_partial(tensor):
-            msg = (
+            raise TypeError(
                 f"{what}: {name!r} is a DTensor with placements {tensor.placements}, so its values are not "  # type: ignore[attr-defined]
                 "yet reduced over the ranks; redistribute it first, or for gradients pass "
                 "reduce=gm.Ranks(model) to collect_grads"
             )
-            raise TypeError(msg)
     return Named(named.names, [local_shard(x) if is_dtensor(type(x)) else x for x in named.tensors])
 
 

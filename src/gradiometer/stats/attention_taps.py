@@ -179,11 +179,9 @@ def _check(taps: Taps, x: object, what: str, *, least: int) -> None:
     taps.check(x, what)
     tensor: Tensor = x  # type: ignore[assignment]
     if tensor.is_complex():
-        msg = f"{what} has the dtype {tensor.dtype}; pass floating-point numbers"
-        raise TypeError(msg)
+        raise TypeError(f"{what} has the dtype {tensor.dtype}; pass floating-point numbers")
     if tensor.dim() < least:
-        msg = f"{what} has the shape {tuple(tensor.shape)}; it needs at least {least} dimensions"
-        raise ValueError(msg)
+        raise ValueError(f"{what} has the shape {tuple(tensor.shape)}; it needs at least {least} dimensions")
 
 
 def _check_heads(q: Tensor, k: Tensor, name: str) -> None:
@@ -202,8 +200,7 @@ def _check_selected(selected: object, probs: Tensor, name: str) -> None:
     what = f"tap_router: selected of {name!r}"
     if not isinstance(selected, torch.Tensor) or selected.dtype not in _INTEGERS:
         kind = selected.dtype if isinstance(selected, torch.Tensor) else type(selected).__name__
-        msg = f"{what} is {kind}; pass the indices of experts as an integer tensor"
-        raise TypeError(msg)
+        raise TypeError(f"{what} is {kind}; pass the indices of experts as an integer tensor")
     tokens = probs.dim() - 1
     if selected.shape[:tokens] != probs.shape[:-1] or selected.dim() > probs.dim():
         msg = f"{what} has the shape {tuple(selected.shape)}, but probs {tuple(probs.shape)}; "

@@ -85,8 +85,7 @@ def block_losses(tensors: Tensors, format: str) -> BlockLosses:  # noqa: A002
     """
     what = "block_losses"
     if format not in _FORMATS:
-        msg = f"{what}: {format!r} is not one of the formats {', '.join(_FORMATS)}"
-        raise ValueError(msg)
+        raise ValueError(f"{what}: {format!r} is not one of the formats {', '.join(_FORMATS)}")
     named = named_tensors(tensors, what)
     check_names(named.names, what)
     named = local_shards(named, what)

@@ -182,8 +182,7 @@ def measure(
 ) -> TensorStats:
     """Measure named tensors as `collect` does; ``caller`` names the caller in error messages."""
     if not isinstance(thresholds, Thresholds):
-        msg = f"{caller}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
-        raise TypeError(msg)
+        raise TypeError(f"{caller}: thresholds must be gm.Thresholds(...), got {thresholds!r}")
     named = local_shards(named, caller)
     names, tensors = named
     plan = ops.recognize(tensors)
@@ -280,11 +279,10 @@ def _check_scale(inv_scale: Tensor | float | None, caller: str) -> None:
             return
     elif isinstance(inv_scale, (int, float)) and 0 < inv_scale <= sys.float_info.max:
         return
-    msg = (
+    raise ValueError(
         f"{caller}: inv_scale must be a positive finite number, such as 1 / scaler.get_scale(), "
         f"or a one-element floating-point tensor, got {describe(inv_scale)}"
     )
-    raise ValueError(msg)
 
 
 def _on(scale: Tensor | float | None, device: torch.device) -> Tensor | None:

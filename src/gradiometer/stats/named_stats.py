@@ -228,12 +228,10 @@ class NamedStats(Generic[R]):
             TypeError: if ``other`` is not of the same class.
         """
         if type(other) is not type(self):
-            msg = f"merge: expected {type(self).__name__}, got {type(other).__name__}"
-            raise TypeError(msg)
+            raise TypeError(f"merge: expected {type(self).__name__}, got {type(other).__name__}")
         if self.names != other.names:
             difference = _difference(self.names, other.names)
-            msg = f"merge: the two stats must have the same names in the same order; {difference}"
-            raise ValueError(msg)
+            raise ValueError(f"merge: the two stats must have the same names in the same order; {difference}")
         if (self.origin is None) != (other.origin is None):
             msg = "merge: one of the two is of this rank only, and the other of all ranks; reduce both first"
             raise ValueError(msg)

@@ -180,8 +180,7 @@ class TableReport(Mapping[str, Row]):
         try:
             return self._by_name[name]
         except KeyError:
-            msg = f"no {self._noun} {name!r} in this report; see report.names"
-            raise KeyError(msg) from None
+            raise KeyError(f"no {self._noun} {name!r} in this report; see report.names") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -204,8 +203,7 @@ class TableReport(Mapping[str, Row]):
     def flagged(self, flag: Flag) -> list[str]:
         """Return the names of rows with any of the given flags, in order; none if the report has no flags."""
         if not isinstance(flag, Flag):
-            msg = f"flagged: flag must be a gm.Flag, such as gm.Flag.NAN, got {flag!r}"
-            raise TypeError(msg)
+            raise TypeError(f"flagged: flag must be a gm.Flag, such as gm.Flag.NAN, got {flag!r}")
         # as an int: an IntFlag would create an object for each result
         mask = int(flag)
         return list(compress(self.names, [bits & mask for bits in self._bits]))
@@ -314,8 +312,7 @@ class TableReport(Mapping[str, Row]):
             max_rows: maximum number of rows; None for all.
         """
         if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 0):
-            msg = f"max_rows must be a non-negative integer, or None for all, got {max_rows!r}"
-            raise ValueError(msg)
+            raise ValueError(f"max_rows must be a non-negative integer, or None for all, got {max_rows!r}")
         ordered: list[Any] = self.ordered()
         shown = ordered if max_rows is None else ordered[:max_rows]
         rest = ordered[len(shown) :]
@@ -371,7 +368,6 @@ def frame(rows: Mapping[str, Mapping[str, Any]], index: str, names: list[str]) -
     try:
         import pandas as pd  # optional, and slow to import
     except ImportError as error:
-        msg = "to_frame needs pandas: pip install 'gradiometer[frame]'"
-        raise ImportError(msg) from error
+        raise ImportError("to_frame needs pandas: pip install 'gradiometer[frame]'") from error
     labels = pd.Index(list(rows), name=index, dtype="object")
     return pd.DataFrame(list(rows.values()), index=labels, columns=names)
