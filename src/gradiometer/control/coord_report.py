@@ -46,7 +46,6 @@ class Slope:
         return Slope(-self.value, self.error)
 
     def __str__(self) -> str:
-        """Return the slope and its standard error."""
         return f"{self.value:+.2f} ± {self.error:.2f}"
 
 
@@ -134,7 +133,6 @@ class CoordCheck:
         return "\n".join([self._headline(), rule, lines[0], rule, *lines[1:], rule, _NOTE])
 
     def __str__(self) -> str:
-        """Return the table."""
         return self.to_string()
 
     def save_svg(self, path: str | os.PathLike[str]) -> None:

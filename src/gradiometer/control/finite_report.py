@@ -91,11 +91,7 @@ class FiniteReport:
         return {name: getattr(self, name) for name in (*fields, *lists)}
 
     def to_string(self, max_rows: int | None = 8) -> str:
-        """Return the text that ``print`` shows.
-
-        Args:
-            max_rows: maximum number of weights, of gradients and of buffers; None for all.
-        """
+        """Return the text that ``print`` shows, with ``max_rows`` tensors of a kind at most; None: all."""
         if not self.has_issues:
             return "; ".join(_summary(self, with_largest=True))
         lines: list[tuple[str, str, str]] = []
@@ -123,7 +119,6 @@ class FiniteReport:
         return self.to_string()
 
     def __repr__(self) -> str:
-        """Return a one-line summary."""
         return f"<FiniteReport: {_headline(self)}>"
 
 

@@ -37,10 +37,8 @@ def placed_like(name: str, grad: Any, parameter: Any, what: str) -> Tensor:
         with torch.no_grad():
             return grad.redistribute(placements=[place.then or place.now for place in found])  # type: ignore[no-any-return]
     theirs = f"has placements {parameter.placements}" if is_dtensor(type(parameter)) else "is a plain tensor"
-    raise TypeError(
-        f"{what}: the gradient of {name!r} has placements {grad.placements}, but its parameter {theirs}, and "
-        "redistributing it needs the other ranks; pass reduce=gm.Ranks(model)"
-    )
+    msg = f"{what}: the gradient of {name!r} has placements {grad.placements}, but its parameter {theirs}, "
+    raise TypeError(msg + "and redistributing it needs the other ranks; pass reduce=gm.Ranks(model)")
 
 
 def local_shards(named: Named, what: str) -> Named:
@@ -82,10 +80,8 @@ def places(name: str, grad: Any, parameter: Any, what: str) -> tuple[Any, list[P
         # from_local replicates by default
         grad = type(parameter).from_local(grad.detach(), parameter.device_mesh)
     elif grad.device_mesh != parameter.device_mesh:
-        raise TypeError(
-            f"{what}: the gradient of {name!r} is on the mesh {grad.device_mesh}, but its parameter is "
-            f"on {parameter.device_mesh}; put both on one mesh"
-        )
+        msg = f"{what}: the gradient of {name!r} is on the mesh {grad.device_mesh}, but its parameter is "
+        raise TypeError(msg + f"on {parameter.device_mesh}; put both on one mesh")
     pairs = zip(grad.placements, parameter.placements, strict=True)
     return grad, [Place(now, None if is_whole(then) else then) for now, then in pairs]
 

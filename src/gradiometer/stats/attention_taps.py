@@ -190,10 +190,8 @@ def _check_heads(q: Tensor, k: Tensor, name: str) -> None:
         fits = k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] == 0
         fits = fits and all([a == b or 1 in {a, b} for a, b in zip(q.shape[:-3], k.shape[:-3], strict=True)])
     if not fits:
-        msg = f"tap_attention: {name!r} has queries {tuple(q.shape)} and keys {tuple(k.shape)}; "
-        raise ValueError(
-            msg + "pass (..., heads, length, d) with the same d, and heads of q in multiples of k's"
-        )
+        msg = f"tap_attention: {name!r} has queries {tuple(q.shape)} and keys {tuple(k.shape)}; pass "
+        raise ValueError(msg + "(..., heads, length, d) with the same d, and heads of q in multiples of k's")
 
 
 def _check_selected(selected: object, probs: Tensor, name: str) -> None:

@@ -188,7 +188,5 @@ class EMA(Float64Module):
             msg = f"EMA: x has shape {got}, but this average has shape {own}; create it with EMA({got})"
             raise ValueError(msg)
         if x.device != self.state.device:
-            raise ValueError(
-                f"EMA: x is on {x.device}, but this average is on {self.state.device}; "
-                f"create it with EMA(device={str(x.device)!r}), or move it there"
-            )
+            msg = f"EMA: x is on {x.device}, but this average is on {self.state.device}; "
+            raise ValueError(msg + f"create it with EMA(device={str(x.device)!r}), or move it there")

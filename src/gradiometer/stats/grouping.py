@@ -97,10 +97,8 @@ def _names_within(
         )
     chosen = {name for name, parameter in zip(model.names, model.tensors, strict=True) if parameter in inside}
     if inside and not chosen:
-        raise ValueError(
-            f"group: the module in the rule of {group!r} has no parameter in common with model; pass "
-            "the model that contains it"
-        )
+        msg = f"group: the module in the rule of {group!r} has no parameter in common with model; "
+        raise ValueError(msg + "pass the model that contains it")
     return chosen
 
 

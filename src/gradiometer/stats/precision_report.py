@@ -158,11 +158,7 @@ class PrecisionReport(TableReport[PrecisionRow]):
         return found, own + [f"{form}.{field.name}" for form in self.formats for field in fields(FormatFit)]
 
     def to_string(self, max_rows: int | None = 40) -> str:
-        """Return the table that ``print`` shows: tensors that lose most, at their best scales, first.
-
-        Args:
-            max_rows: maximum number of tensors; None for all.
-        """
+        """Return the table that ``print`` shows: ``max_rows`` tensors that lose most at their best scale."""
         return super().to_string(max_rows)
 
     def ordered(self) -> list[PrecisionRow]:

@@ -40,33 +40,12 @@ def flag_names(bits: int) -> tuple[str, ...]:
     return tuple([str(flag.name) for flag in Flag(bits)])
 
 
-def report_of(
-    schema: Schema,
-    names: tuple[str, ...],
-    columns: Tensor,
-    *,
-    flags: Tensor | None = None,
-    thresholds: Thresholds = DEFAULT_THRESHOLDS,
-    fingerprints: Tensor | None = None,
-    ranks: Mapping[str, int] | None = None,
-    is_local: bool = False,
-) -> TableReport[Any]:
+def report_of(schema: Schema, names: tuple[str, ...], columns: Tensor, **options: Any) -> TableReport[Any]:
     """Return the report of columns on the host: that of their schema, such as `Report`, or a `TableReport`.
 
-    ``columns`` are ``(T, C)``, ``flags`` ``(T,) int32`` and ``fingerprints`` ``(T, 3) int64``. Without flags
-    the report shows none, but `Report` computes them. ``ranks`` are None if the statistics are not those of
-    all ranks; for the others see `TableReport`.
+    ``options`` are those of `TableReport`.
     """
-    return _CLASSES.get(schema, TableReport)(
-        names,
-        columns,
-        schema=schema,
-        flags=flags,
-        thresholds=thresholds,
-        fingerprints=fingerprints,
-        ranks=ranks,
-        is_local=is_local,
-    )
+    return _CLASSES.get(schema, TableReport)(names, columns, schema=schema, **options)
 
 
 class TableReport(Mapping[str, Row]):
@@ -105,7 +84,12 @@ class TableReport(Mapping[str, Row]):
         ranks: Mapping[str, int] | None = None,
         is_local: bool = False,
     ) -> None:
-        """Create a report of columns on the host; the arguments are those of `report_of`."""
+        """Create a report of columns on the host.
+
+        ``columns`` are ``(T, C)``, ``flags`` ``(T,) int32`` and ``fingerprints`` ``(T, 3) int64``. Without
+        flags the report shows none, but `Report` computes them. ``ranks`` are None if the statistics are not
+        those of all ranks.
+        """
         if schema is not None and schema is not getattr(type(self), "schema", None):
             self.schema = schema
         self.names = names
@@ -267,11 +251,7 @@ class TableReport(Mapping[str, Row]):
     # the printed table
 
     def to_string(self, max_rows: int | None = 20) -> str:
-        """Return the table that ``print`` shows.
-
-        Args:
-            max_rows: maximum number of rows; None for all.
-        """
+        """Return the table that ``print`` shows, with ``max_rows`` rows at most; None: all."""
         return text_table.text(self.table(max_rows)) if self.names else self._nothing
 
     def __str__(self) -> str:
@@ -306,11 +286,7 @@ class TableReport(Mapping[str, Row]):
         return self.rows()
 
     def table(self, max_rows: int | None = 20) -> Table:
-        """Return the printed table as text cells.
-
-        Args:
-            max_rows: maximum number of rows; None for all.
-        """
+        """Return the printed table as text cells, with ``max_rows`` rows at most; None: all."""
         if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 0):
             raise ValueError(f"max_rows must be a non-negative integer, or None for all, got {max_rows!r}")
         ordered: list[Any] = self.ordered()

@@ -166,10 +166,8 @@ class Taps(Float64Module):
         given = [names] if isinstance(names, str) else list(names)
         self.names = (*[f"{name}.out" for name in tapped], *given)
         if not self.names:
-            msg = (
-                'Taps: nothing to measure; pass patterns, such as {"mlp": r"\\.mlp$"}, or the names of calls '
-            )
-            raise ValueError(msg + "of gm.tap")
+            msg = 'Taps: nothing to measure; pass patterns, such as {"mlp": r"\\.mlp$"}, or the names '
+            raise ValueError(msg + "of calls of gm.tap")
         twice = [name for name in self.names if self.names.count(name) > 1]
         if twice:
             raise ValueError(f"Taps: the name {twice[0]!r} appears twice")
