@@ -76,9 +76,8 @@ class FiniteReport:
     @property
     def has_issues(self) -> bool:
         """Whether any checked value is not finite."""
-        return not self.loss_is_finite or any(
-            report is not None and report.found_inf for report in (self.weights, self.grads, self.buffers)
-        )
+        reports = (self.weights, self.grads, self.buffers)
+        return not self.loss_is_finite or any(x is not None and x.found_inf for x in reports)
 
     def __bool__(self) -> bool:
         """Raise a TypeError, since the truth value would be ambiguous."""

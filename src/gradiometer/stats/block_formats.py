@@ -116,9 +116,8 @@ def _count(x: Tensor, name: str) -> Tensor:
         top = torch.stack([_finite(piece).amax() for piece in pieces]).amax()
     flushed, saturated = [], []
     for piece in pieces:
-        blocks = functional.pad(_finite(piece), (0, -piece.shape[1] % form.block)).unflatten(
-            -1, (-1, form.block)
-        )
+        padded = functional.pad(_finite(piece), (0, -piece.shape[1] % form.block))
+        blocks = padded.unflatten(-1, (-1, form.block))
         scaled = _scaled(blocks, form, top)
         flushed.append(((blocks > 0) & (scaled <= form.most)).sum())
         over = scaled > form.least if form.is_tie_even else scaled >= form.least

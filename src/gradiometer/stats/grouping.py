@@ -59,9 +59,8 @@ def members(names: tuple[str, ...], group: str, rule: GroupRule, model: Named | 
 def by_module(names: tuple[str, ...], depth: int | None) -> dict[str, list[int]]:
     """Return module -> indices of the rows below it, in the order of the rows; see `module_of`."""
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
-        raise ValueError(
-            f"by_module: depth must be a non-negative integer (levels below the root) or None, got {depth!r}"
-        )
+        msg = "by_module: depth must be a non-negative integer (levels below the root) or None, "
+        raise ValueError(msg + f"got {depth!r}")
     return {module: list(rows) for module, rows in _rows_by_module(names, depth)}
 
 
