@@ -114,7 +114,6 @@ class CoordCheck:
         return self.passed
 
     def __getitem__(self, name: str) -> CoordRow:
-        """Return the row of an activation."""
         for row in self.rows:
             if row.name == name:
                 return row
@@ -152,9 +151,8 @@ class CoordCheck:
         n, bad = len(self.rows), len(self.failed)
         verdict = f"FAILED, {bad} of {n} activations" if bad else f"passed, {n} activations"
         widths = ", ".join(map(str, self.widths))
-        steps, seeds = [
-            f"{x} {what}{'s' * (x != 1)}" for x, what in ((self.steps, "step"), (self.seeds, "seed"))
-        ]
+        counts = ((self.steps, "step"), (self.seeds, "seed"))
+        steps, seeds = [f"{x} {what}{'s' * (x != 1)}" for x, what in counts]
         return f"coordinate check {verdict}; widths {widths}; {steps}, {seeds}, tolerance {self.tolerance:g}"
 
 

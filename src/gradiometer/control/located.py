@@ -164,10 +164,7 @@ def values_of(tensor: Tensor) -> Tensor | None:
 
 
 def extremes(tensor: Tensor) -> tuple[float, float] | None:
-    """Return minimum and maximum, which are NaN or infinite if any element is; None if there is no value.
-
-    Waits for the device.
-    """
+    """Return minimum and maximum, NaN or Inf if any element is; None without values. Waits for the device."""
     values = values_of(tensor)
     if values is None or values.dtype == torch.bool:
         return None

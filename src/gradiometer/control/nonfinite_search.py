@@ -83,7 +83,6 @@ class NonfiniteSearch(TorchDispatchMode):
     # the block
 
     def __enter__(self) -> Self:
-        """Begin to follow the operations of this thread."""
         context = self._context
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -106,7 +105,6 @@ class NonfiniteSearch(TorchDispatchMode):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop, and fill in the result."""
         try:
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         finally:

@@ -253,5 +253,4 @@ def _norms(x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor, ord: float = 2, **options: Any) -> Tensor:  # noqa: A002 as in torch
-    found: Tensor = torch.linalg.vector_norm(x, ord, **options)
-    return found
+    return torch.linalg.vector_norm(x, ord, **options)  # type: ignore[no-any-return]

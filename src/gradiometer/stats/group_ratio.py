@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 # maximum number of names in an error message
 _NAMES: Final = 10
 
-
 Number = float | Tensor
 
 

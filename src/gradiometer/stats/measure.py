@@ -137,10 +137,8 @@ def over_ranks_with(
     ranks = given_ranks(reduce, caller)
     sharding = sharding_here(*parameters)
     if ranks is None and reduce and sharding is not None:
-        devices = [p.device for p in parameters.tensors]
-        ranks = implicit_ranks_for(
-            sharding, next((device for device in devices if device.type != "cpu"), None)
-        )
+        home = next((p.device for p in parameters.tensors if p.device.type != "cpu"), None)
+        ranks = implicit_ranks_for(sharding, home)
     if ranks is None:
         if torch.compiler.is_compiling() and is_active() and _any_dtensor(parameters):
             sharding = UNKNOWN
