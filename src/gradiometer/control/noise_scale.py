@@ -175,12 +175,12 @@ class NoiseScale(Float64Module):
 
     @property
     def squared_norm(self) -> Tensor:
-        """The mean of unbiased estimates of |G|², 0-d or ``(G,)`` float64; may be negative; NaN if none."""
+        """Average of unbiased estimates of |G|², 0-d or ``(G,)`` float64; may be negative; NaN if none."""
         return self.average.value[0]
 
     @property
     def trace(self) -> Tensor:
-        """The mean of unbiased estimates of tr(Σ), 0-d or ``(G,)`` float64; may be negative; NaN if none."""
+        """Average of unbiased estimates of tr(Σ), 0-d or ``(G,)`` float64; may be negative; NaN if none."""
         return self.average.value[1]
 
     @property
