@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,14 +19,7 @@ from torch.nn.functional import mse_loss
 
 import gradiometer as gm
 from gradiometer.columns import TENSORS
-from support.compiling import (
-    Kept,
-    batch,
-    graphs,
-    needs_compiler,
-    no_recompile,
-    small_model,
-)
+from support.compiling import Kept, batch, graphs, needs_compiler, no_recompile, small_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,11 +69,8 @@ def test_changed_addresses_are_read_and_do_not_recompile():
             # earlier gradients are kept alive, so these have other addresses
             kept.append(parameter.grad)
             parameter.grad = torch.full_like(parameter, i)
-        if i == 0:
+        with no_recompile() if i else nullcontext():
             stats = step()
-        else:
-            with no_recompile():
-                stats = step()
         assert_same(stats, gm.collect_grads(model))
         assert stats.abs_max.tolist() == [i] * 4
 
@@ -116,11 +107,8 @@ def test_changing_batch_sizes_do_not_recompile(how):
         if how == "mark_dynamic":
             torch._dynamo.mark_dynamic(x, 0)
             torch._dynamo.mark_dynamic(y, 0)
-        if i == 0:
+        with no_recompile() if i else nullcontext():
             stats, measured = step(x, y)
-        else:
-            with no_recompile():
-                stats, measured = step(x, y)
         assert_same(stats, gm.collect(measured))
         assert stats.numel[:2].tolist() == [size * 3] * 2
     assert graphs() == 1
@@ -136,11 +124,8 @@ def test_changing_batch_sizes_do_not_recompile_with_inductor():
     )
     for i, size in enumerate((7, 3, 20)):
         x = torch.randn(size, 4)
-        if i == 0:
+        with no_recompile() if i else nullcontext():
             columns = step(x)
-        else:
-            with no_recompile():
-                columns = step(x)
         expected = gm.collect({"twice": x * 2, "sum": x.sum(0)}).group(EVERYTHING).columns
         torch.testing.assert_close(columns, expected)
         assert columns[0, 0] == size * 4 + 4
@@ -268,11 +253,8 @@ def test_an_inv_scale_tensor_is_read_at_every_call():
     )
     unscaled = gm.collect_grads(model)
     for i, scale in enumerate((2.0, 1024.0, 65536.0)):
-        if i == 0:
+        with no_recompile() if i else nullcontext():
             stats = step(torch.tensor(scale))
-        else:
-            with no_recompile():
-                stats = step(torch.tensor(scale))
         assert_same(stats, gm.collect_grads(model, inv_scale=torch.tensor(1.0 / scale)))
         # a power of 2 changes no bit of the mantissa
         assert torch.equal(stats.norm * scale, unscaled.norm)

@@ -63,6 +63,10 @@ def with_zero_grads() -> nn.Module:
     return model
 
 
+def two() -> nn.Module:
+    return nn.ModuleDict({"a": small(), "b": small()})
+
+
 def frozen() -> nn.Module:
     model = small()
     model[0].requires_grad_(False)
@@ -366,6 +370,7 @@ def copies(module: nn.Module) -> list[Tensor]:
 
 z_score = adaptive(lambda _: gm.ZScoreClip(warmup_steps=2, z_threshold=0.01))
 per_tensor = adaptive(lambda model: gm.PerTensorClip(model, warmup_steps=1, max_ratio=0.5))
+unitwise = adaptive(lambda model: gm.WeightNormClip(model, unitwise=True))
 
 
 def smoothed(model: nn.Module) -> Tell:
@@ -425,13 +430,23 @@ def watched(model: nn.Module) -> Any:
     return model.found.clone(), gm.collect_grads(model)
 
 
-# steps: functions that take a model and its telemetry and return a step, which takes a batch. The step
-# returns the telemetry's result and the gradients to compare with, or () instead of the gradients if the
-# parameters still have them (not None, which torch may lose)
+# steps: functions that take a model, its telemetry and a batch, and are compiled as a whole, and others that
+# take a model and its telemetry and return a step, which takes a batch. A step returns the telemetry's result
+# and the gradients to compare with, or () instead of the gradients if the parameters still have them (not
+# None, which torch may lose)
 
 
 Told = tuple[Any, Mapping[str, Tensor] | tuple[()]]
 Step = Callable[[Tensor, Tensor], Told]
+
+
+def step_of(body: Callable[..., Told], model: nn.Module, tell: Tell) -> Step:
+    """Return the compiled step of a function that is compiled as a whole."""
+
+    def step(x: Tensor, y: Tensor) -> Told:
+        return body(model, tell, x, y)
+
+    return compiled(step)
 
 
 def gradients(model: nn.Module, *, copied: bool = False) -> dict[str, Tensor]:
@@ -462,90 +477,69 @@ def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss.detach()
 
 
-def cleared_last(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        backward(model, x, y)
-        grads = gradients(model, copied=True)
-        told = tell()
-        update(model)
-        clear(model)
-        return told, grads
-
-    return step
+def cleared_last(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    backward(model, x, y)
+    grads = gradients(model, copied=True)
+    told = tell()
+    update(model)
+    clear(model)
+    return told, grads
 
 
-def cleared_first(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        for p in trained(model):
-            p.grad = None
-        backward(model, x, y)
-        grads = gradients(model, copied=True)
-        told = tell()
-        update(model)
-        return told, grads
-
-    return step
+def cleared_first(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    for p in trained(model):
+        p.grad = None
+    backward(model, x, y)
+    grads = gradients(model, copied=True)
+    told = tell()
+    update(model)
+    return told, grads
 
 
-def cleared_twice(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        clear(model)
-        backward(model, x, y)
-        grads = gradients(model)
-        told = tell()
-        update(model)
-        clear(model)
-        return told, grads
-
-    return step
+def cleared_twice(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    clear(model)
+    backward(model, x, y)
+    grads = gradients(model)
+    told = tell()
+    update(model)
+    clear(model)
+    return told, grads
 
 
-def cleared_by_module(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        model.zero_grad()
-        backward(model, x, y)
-        told = tell()
-        update(model)
-        return told, ()
-
-    return step
+def cleared_by_module(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    model.zero_grad()
+    backward(model, x, y)
+    told = tell()
+    update(model)
+    return told, ()
 
 
-def cleared_before_loss(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        loss = mse_loss(model(x), y)
-        for p in trained(model):
-            p.grad = None
-        loss.backward()
-        told = tell()
-        update(model)
-        return told, ()
-
-    return step
+def cleared_before_loss(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    loss = mse_loss(model(x), y)
+    for p in trained(model):
+        p.grad = None
+    loss.backward()
+    told = tell()
+    update(model)
+    return told, ()
 
 
-def zeroed_first(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        for p in model.parameters():
-            p.grad.zero_()
-        backward(model, x, y)
-        told = tell()
-        update(model)
-        return told, ()
-
-    return step
+def zeroed_first(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    for p in model.parameters():
+        p.grad.zero_()
+    backward(model, x, y)
+    told = tell()
+    update(model)
+    return told, ()
 
 
-def zeroed_last(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        backward(model, x, y)
-        grads = gradients(model, copied=True)
-        told = tell()
-        update(model)
-        torch._foreach_zero_([p.grad for p in model.parameters()])
-        return told, grads
-
-    return step
+def zeroed_last(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    backward(model, x, y)
+    grads = gradients(model, copied=True)
+    told = tell()
+    update(model)
+    torch._foreach_zero_([p.grad for p in model.parameters()])
+    return told, grads
 
 
 def cleared_outside(model: nn.Module, tell: Tell, *, set_to_none: bool = True) -> Step:
@@ -648,29 +642,23 @@ def kept(model: nn.Module, tell: Tell, *, on: str) -> Step:
     return step
 
 
-def accumulated(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        clear(model)
-        for part in range(2):
-            (mse_loss(model(x + part), y) / 2).backward()
-        told = tell()
-        update(model)
-        return told, ()
-
-    return step
+def accumulated(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    clear(model)
+    for part in range(2):
+        (mse_loss(model(x + part), y) / 2).backward()
+    told = tell()
+    update(model)
+    return told, ()
 
 
-def between(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        clear(model)
-        backward(model, x, y)
-        grads = gradients(model, copied=True)
-        told = tell()
-        backward(model, -x, y)
-        update(model)
-        return told, grads
-
-    return step
+def between(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    clear(model)
+    backward(model, x, y)
+    grads = gradients(model, copied=True)
+    told = tell()
+    backward(model, -x, y)
+    update(model)
+    return told, grads
 
 
 class Around(NamedTuple):
@@ -678,40 +666,31 @@ class Around(NamedTuple):
     after: Any
 
 
-def around_update(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        clear(model)
-        backward(model, x, y)
-        told = tell()
-        update(model)
-        if tell is nothing:
-            return told, ()
-        return Around(told, gm.collect_weights(model)), ()
-
-    return step
-
-
-def of_two(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        clear(model)
-        mse_loss(model["a"](x), y).backward()
-        mse_loss(model["b"](x), y).backward()
-        told = tell()
-        update(model)
+def around_update(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    clear(model)
+    backward(model, x, y)
+    told = tell()
+    update(model)
+    if tell is nothing:
         return told, ()
+    return Around(told, gm.collect_weights(model)), ()
 
-    return step
+
+def of_two(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    clear(model)
+    mse_loss(model["a"](x), y).backward()
+    mse_loss(model["b"](x), y).backward()
+    told = tell()
+    update(model)
+    return told, ()
 
 
-def of_one_of_two(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        clear(model["a"])
-        mse_loss(model["a"](x) + model["b"](x).detach(), y).backward()
-        told = tell()
-        update(model)
-        return told, ()
-
-    return step
+def of_one_of_two(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    clear(model["a"])
+    mse_loss(model["a"](x) + model["b"](x).detach(), y).backward()
+    told = tell()
+    update(model)
+    return told, ()
 
 
 def functional(model: nn.Module, tell: Tell, *, how: str) -> Step:
@@ -733,48 +712,38 @@ def functional(model: nn.Module, tell: Tell, *, how: str) -> Step:
                 p.sub_(0.1 * grads[name])
         return told, {name: grad.clone() for name, grad in grads.items()}
 
-    return step
+    return compiled(step)
 
 
-def under_autocast(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        clear(model)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = mse_loss(model(x).float(), y)
-        loss.backward()
-        told = tell()
-        update(model)
-        return told, ()
-
-    return step
+def under_autocast(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    clear(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = mse_loss(model(x).float(), y)
+    loss.backward()
+    told = tell()
+    update(model)
+    return told, ()
 
 
-def under_autocast_whole(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        clear(model)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            backward(model, x, y)
-            told = tell()
-        update(model)
-        return told, ()
-
-    return step
-
-
-def decided(model: nn.Module, tell: Tell) -> Step:
-    """The step skips its own update if a gradient is not finite."""
-
-    def step(x: Tensor, y: Tensor) -> Told:
-        clear(model)
+def under_autocast_whole(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    clear(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         backward(model, x, y)
         told = tell()
-        skip = told.found_inf > 0 if isinstance(told, gm.TensorStats) else torch.zeros((), dtype=torch.bool)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(torch.where(skip, 0.0, 0.1 * p.grad))
-        return told, ()
+    update(model)
+    return told, ()
 
-    return step
+
+def decided(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    """The step skips its own update if a gradient is not finite."""
+    clear(model)
+    backward(model, x, y)
+    told = tell()
+    skip = told.found_inf > 0 if isinstance(told, gm.TensorStats) else torch.zeros((), dtype=torch.bool)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(torch.where(skip, 0.0, 0.1 * p.grad))
+    return told, ()
 
 
 def poisoned(model: nn.Module, tell: Tell, *, reset: bool) -> Step:
@@ -791,20 +760,17 @@ def poisoned(model: nn.Module, tell: Tell, *, reset: bool) -> Step:
     torch.compile(others, fullgraph=True, backend="aot_eager")(torch.randn(2, 4))
     if reset:
         torch._dynamo.reset()
-    return zeroed_first(model, tell)
+    return step_of(zeroed_first, model, tell)
 
 
-def tokens_of(model: nn.Module, tell: Tell) -> Step:
-    def step(x: Tensor, y: Tensor) -> Told:
-        tokens = (x.abs() * 3).long().clamp(max=7)
-        clear(model)
-        cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-        del y
-        told = tell()
-        update(model)
-        return told, ()
-
-    return step
+def tokens_of(model: nn.Module, tell: Tell, x: Tensor, y: Tensor) -> Told:
+    tokens = (x.abs() * 3).long().clamp(max=7)
+    clear(model)
+    cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    del y
+    told = tell()
+    update(model)
+    return told, ()
 
 
 # the table
@@ -815,12 +781,12 @@ class Case:
     """A step: its code, its model, and its telemetry.
 
     ``acts``: the telemetry changes the gradients, so that the weights differ from a step without telemetry.
-    ``replayed``: the eager call to compare with runs the backward pass too. ``whole``: the whole step is
-    compiled, not functions inside it. ``deep``: only for the deep profile, since other cases are much alike.
+    ``replayed``: the eager call to compare with runs the backward pass too. ``whole``: ``body`` is compiled
+    as a whole. ``deep``: only for the deep profile, since other cases are much alike.
     """
 
     name: str
-    body: Callable[[nn.Module, Tell], Step] = cleared_first
+    body: Callable[..., Any] = cleared_first
     tell: Callable[[nn.Module], Tell] = grads_of
     model: Callable[..., nn.Module] = small
     batch: Callable[[int], tuple[Tensor, Tensor]] = batch
@@ -833,7 +799,7 @@ class Case:
 
 
 INDUCTOR = {"backend": "inductor"}
-part, models = functools.partial, nn.ModuleDict
+part = functools.partial
 
 CASES = (
     # where gradients are cleared
@@ -864,22 +830,11 @@ CASES = (
     Case("no rows", tell=lambda _: lambda: (gm.collect([]), gm.collect([]).group({"all": "."})), deep=True),
     Case("collected between two backwards", between, deep=True),
     Case("weights before and after", around_update, asked(gm.collect_weights)),
-    Case(
-        "two models",
-        of_two,
-        tell=asked(both_models),
-        model=lambda: models({"a": small(), "b": small()}),
-        deep=True,
-    ),
-    Case(
-        "two models, one without gradients",
-        of_one_of_two,
-        tell=asked(both_models),
-        model=lambda: models({"a": small(), "b": small()}),
-    ),
+    Case("two models", of_two, tell=asked(both_models), model=two, deep=True),
+    Case("two models, one without gradients", of_one_of_two, tell=asked(both_models), model=two),
     Case("accumulated in the graph", accumulated, deep=True),
-    Case("grad_and_value", part(functional, how="grad_and_value")),
-    Case("autograd.grad", part(functional, how="autograd.grad"), deep=True),
+    Case("grad_and_value", part(functional, how="grad_and_value"), whole=False),
+    Case("autograd.grad", part(functional, how="autograd.grad"), whole=False, deep=True),
     Case("collected in autograd.Function.backward", tell=asked(watched), model=Watched, replayed=True),
     # parameters
     Case("frozen parameters", model=frozen, deep=True),
@@ -917,8 +872,19 @@ CASES = (
     Case("dynamic=True", batch=sized, options={"dynamic": True}, deep=True),
     Case("mark_dynamic", batch=marked, deep=True),
     Case("sizes that change", batch=sized),
-    Case("after someone else's poisoned compile", part(poisoned, reset=False), model=with_zero_grads),
-    Case("after that and dynamo.reset()", part(poisoned, reset=True), model=with_zero_grads, deep=True),
+    Case(
+        "after someone else's poisoned compile",
+        part(poisoned, reset=False),
+        model=with_zero_grads,
+        whole=False,
+    ),
+    Case(
+        "after that and dynamo.reset()",
+        part(poisoned, reset=True),
+        model=with_zero_grads,
+        whole=False,
+        deep=True,
+    ),
     # other work in the graph
     Case("every value", tell=asked(every_value), deep=True),
     Case("NaN and Inf", tell=asked(not_finite)),
@@ -936,12 +902,7 @@ CASES = (
     Case("PerTensorClip", cleared_last, tell=per_tensor, acts=True),
     Case("PerTensorClip, parameters without gradients", model=Partly, tell=per_tensor, acts=True, deep=True),
     Case("WeightNormClip", tell=adaptive(gm.WeightNormClip), acts=True),
-    Case(
-        "WeightNormClip of units",
-        tell=adaptive(lambda model: gm.WeightNormClip(model, unitwise=True)),
-        acts=True,
-        deep=True,
-    ),
+    Case("WeightNormClip of units", tell=unitwise, acts=True, deep=True),
     Case("EMA", tell=smoothed, deep=True),
     Case("noise scale", tell=noise_scale),
     Case("Recorder", tell=recorded),
@@ -979,8 +940,8 @@ def prepared(case: Case, tell: Callable[[nn.Module], Tell]) -> tuple[nn.Module, 
     """Return a case's model, with the same weights in every call, and its compiled step."""
     torch.manual_seed(1)
     model = case.model()
-    step = case.body(model, tell(model))
-    return model, compiled(step) if case.whole else step
+    told = tell(model)
+    return model, step_of(case.body, model, told) if case.whole else case.body(model, told)
 
 
 def forget_none() -> None:
@@ -1187,7 +1148,7 @@ def test_dynamo_refuses_recurrent_modules_itself(kind, record_property):
     model = Recurrent(kind)
     for tell in (nothing, grads_of(model)):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="RNN, GRU, or LSTM"):
-            compiled(cleared_first(model, tell))(*batch(0))
+            step_of(cleared_first, model, tell)(*batch(0))
     # named pairs, because Dynamo does not trace into such a module
     named = list(model.named_parameters())
     apart = compiled(lambda: gm.collect_grads(named))
@@ -1227,7 +1188,7 @@ def test_a_traced_backward_calls_no_parameter_hooks():
     model = nn.Linear(4, 3)
     called: list[str] = []
     model.weight.register_post_accumulate_grad_hook(lambda _: called.append("after"))
-    compiled(cleared_first(model, nothing))(*batch(0))
+    step_of(cleared_first, model, nothing)(*batch(0))
     assert called == []
     backward(model, *batch(0))
     assert called == ["after"]

@@ -114,6 +114,10 @@ def backward_outside(model, snapshot, collect):
     return outer
 
 
+def groups_of(collect):
+    return lambda: (collect().by_module(), collect().group({"all": "."}), collect().update_ratio)
+
+
 # name -> step, model, the sample, what is told
 STEPS_OF = {
     "snapshot first": (snapshot_first, small, 1, lambda collect: collect),
@@ -123,14 +127,7 @@ STEPS_OF = {
     "a sample, first": (snapshot_first, wide, 1 / 2, lambda collect: collect),
     "a sample, last": (snapshot_last, wide, 1 / 2, lambda collect: collect),
     "nested": (snapshot_first, small, 1, lambda collect: lambda: {"a": [collect()], "b": (collect(),)}),
-    "groups": (
-        snapshot_last,
-        small,
-        1,
-        lambda collect: (
-            lambda: (collect().by_module(), collect().group({"all": "."}), collect().update_ratio)
-        ),
-    ),
+    "groups": (snapshot_last, small, 1, groups_of),
     "merged": (snapshot_first, small, 1, lambda collect: lambda: collect().merge(collect())),
     "frozen parameters": (snapshot_first, frozen, 1, lambda collect: collect),
     "bfloat16": (snapshot_last, lambda: small().bfloat16(), 1, lambda collect: collect),

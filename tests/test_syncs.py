@@ -18,28 +18,13 @@ import gradiometer as gm
 from gradiometer.columns import PAIRS, TENSORS
 from gradiometer.columns.health import HEALTH
 from gradiometer.stats import named_stats, tensor_stats
-from support.fake_device import (
-    DEVICES,
-    FakeEvent,
-    HostWaitError,
-    Model,
-    Watch,
-    device_of,
-    watch,
-)
+from support.fake_device import DEVICES, FakeEvent, HostWaitError, Model, Watch, device_of, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 # all tensor properties of TensorStats
-PROPERTIES = (
-    *TENSORS.index,
-    *[x.name for x in TENSORS.derived],
-    *HEALTH,
-    "total",
-    "found_inf",
-    "skipped",
-)
+PROPERTIES = (*TENSORS.names, *HEALTH, "total", "found_inf", "skipped")
 
 
 # the detection itself

@@ -25,27 +25,14 @@ from support.compiling import needs_compiler
 from support.fake_device import DEVICES, Model, device_of, watch
 from support.gradients import bits, with_grads
 
-# the interpreter uses NumPy, which warns about NaN and overflows that the kernels allow
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice|underflow) encountered:RuntimeWarning"
-)
-
 INF, NAN = math.inf, math.nan
 EPS = 1e-6
 # of float64; a few roundings in each of some tens of operations
 ROUNDINGS = 100 * 2**-53
 
 
-every_way = pytest.mark.parametrize(
-    "how",
-    [
-        "collect_and_clip_",
-        *[
-            pytest.param(how, marks=pytest.mark.once)
-            for how in ("clip_grad_norm_", "clip_coefficient", "forward")
-        ],
-    ],
-)
+OTHERS = [pytest.param(x, marks=pytest.mark.once) for x in ("clip_grad_norm_", "clip_coefficient", "forward")]
+every_way = pytest.mark.parametrize("how", ["collect_and_clip_", *OTHERS])
 
 
 # the papers' algorithms in plain Python

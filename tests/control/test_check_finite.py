@@ -19,11 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gradiometer import FiniteReport, check_finite
 from support.fake_device import DEVICES, device_of, watch
 
-# under the kernel interpreter NumPy warns about overflows and NaN that the tests cause on purpose
-pytestmark = [
-    pytest.mark.once,
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.once
 
 NAN, INF = math.nan, math.inf
 ISSUES = ("nan_weights", "inf_weights", "nan_grads", "inf_grads", "nan_buffers", "inf_buffers")

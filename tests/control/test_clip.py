@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import warnings
 from contextlib import nullcontext
 from decimal import Decimal
@@ -35,14 +34,8 @@ from support.fake_device import DEVICES, HostWaitError, Model, device_of, watch
 from support.gradients import assert_unchanged, bits, grads_of, real, with_grads
 from support.strategies import ALL_DTYPES, COMPLEX, FLOATS, FP8, LAYOUTS, VALUES, recipes
 
-# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore:(overflow|invalid value|All-NaN slice|underflow) encountered:RuntimeWarning"
-    ),
-    # torch warns once when a half complex tensor is made
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
-]
+# NumPy warns if a float32 is compared with the largest float64
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 
 INF, NAN = math.inf, math.nan
 ORDERS = (0, 0.1, 0.5, 1, 1.5, 2, 3.5, 4, INF, "inf", -0.1, -1, -2, -3.5, -INF)
@@ -223,12 +216,8 @@ def test_it_does_what_torch_does_in_fp64(order, dtype, max_norm):
 
 @every_order
 def test_complex_gradients_have_the_norms_that_torch_gives_them(order):
-    grads = [
-        torch.randn(31, 7, dtype=torch.complex64),
-        torch.randn(5, dtype=torch.complex128),
-        torch.randn(3),
-    ]
-    grads[0] = grads[0].conj()
+    grads = [torch.randn(31, 7, dtype=torch.complex64).conj(), torch.randn(5, dtype=torch.complex128)]
+    grads.append(torch.randn(3))
     twins = [g.clone().to(torch.complex128 if g.is_complex() else torch.float64) for g in grads]
     norms = [torch.linalg.vector_norm(x, float(order)) for x in twins]
     total = torch.linalg.vector_norm(torch.stack(norms), float(order))
@@ -311,15 +300,6 @@ def test_powers_of_other_orders_leave_no_range(order, value, dtype):
     factor = expected / 4 / (expected + 1e-6)
     found = g.double().abs().div(value).tolist()
     assert found == pytest.approx([factor * x for x in numbers], rel=1e-3, abs=0)
-
-
-@pytest.mark.parametrize("order", [0, 0.5, 1, 3, -1])
-def test_a_tensor_of_several_pieces_has_one_norm(order, monkeypatch):
-    monkeypatch.setattr(sys.modules["gradiometer.stats.norms"], "_PIECE", 7)
-    grads = [torch.randn(5, 8).t(), torch.tensor([2.0, 0.0, INF, -3.0]), torch.zeros(3), torch.randn(20)]
-    expected = [torch.linalg.vector_norm(g.double(), order) for g in grads]
-    norm = clip_grad_norm_(with_grads(*grads), 1e9, norm_type=order)
-    assert norm.item() == pytest.approx(torch.linalg.vector_norm(torch.stack(expected), order).item())
 
 
 def test_a_coefficient_that_fp32_has_no_number_for_loses_no_digit():
@@ -428,11 +408,8 @@ def test_a_gradient_that_is_not_finite_spares_the_others(odd, order):
 
 
 def test_with_an_infinite_bound_nothing_is_clipped_and_nothing_is_nan():
-    grads = [
-        torch.tensor([INF, 1.0, -INF]),
-        torch.tensor([1e38, 2.0]),
-        torch.full((9,), 1.7e308, dtype=torch.float64),
-    ]
+    grads = [torch.tensor([INF, 1.0, -INF]), torch.tensor([1e38, 2.0])]
+    grads.append(torch.full((9,), 1.7e308, dtype=torch.float64))
     before = [bits(g) for g in grads]
     for order in (2, INF, 4):
         clip_grad_norm_(with_grads(*grads), INF, norm_type=order)
@@ -826,11 +803,8 @@ def test_a_bound_in_a_tensor_that_is_no_bound_makes_no_nan(bound, factor):
 # refused arguments: nothing is written
 
 
-def expanded(*shape):
-    return torch.ones(1, *shape[1:]).expand(shape)
-
-
 BY_NORM = "^clip_grads_with_norm_: .*"
+TOTAL = BY_NORM + "total_norm .* "
 REFUSED = {
     "negative": (lambda p: clip_grad_norm_(p, -1.0), ValueError, "max_norm must be a non-negative number"),
     "nan": (lambda p: clip_grad_norm_(p, NAN), ValueError, "clip_grad_norm_: max_norm .* got nan"),
@@ -865,23 +839,11 @@ REFUSED = {
         "'2' is a module.*; pass one module by itself",
     ),
     "number": (lambda _: clip_grad_norm_(3, 1.0), TypeError, "expected a module"),
-    "norm": (lambda p: clip_grads_with_norm_(p, 1.0, -1.0), ValueError, BY_NORM + "total_norm .* got -1.0"),
-    "string norm": (
-        lambda p: clip_grads_with_norm_(p, 1.0, "5"),
-        ValueError,
-        BY_NORM + "total_norm .* got '5'",
-    ),
-    "no norm": (
-        lambda p: clip_grads_with_norm_(p, 1.0, None),
-        ValueError,
-        BY_NORM + "total_norm .* got None",
-    ),
-    "two": (
-        lambda p: clip_grads_with_norm_(p, 1.0, torch.ones(2)),
-        ValueError,
-        BY_NORM + "total_norm .* of shape",
-    ),
-    "1j": (lambda p: clip_grads_with_norm_(p, 1.0, torch.ones(()) * 1j), ValueError, BY_NORM + "total_norm"),
+    "norm": (lambda p: clip_grads_with_norm_(p, 1.0, -1.0), ValueError, TOTAL + "got -1.0"),
+    "string norm": (lambda p: clip_grads_with_norm_(p, 1.0, "5"), ValueError, TOTAL + "got '5'"),
+    "no norm": (lambda p: clip_grads_with_norm_(p, 1.0, None), ValueError, TOTAL + "got None"),
+    "two": (lambda p: clip_grads_with_norm_(p, 1.0, torch.ones(2)), ValueError, TOTAL + "of shape"),
+    "1j": (lambda p: clip_grads_with_norm_(p, 1.0, torch.ones(()) * 1j), ValueError, TOTAL),
     "max_norm": (lambda p: clip_grads_with_norm_(p, -1.0, 5.0), ValueError, BY_NORM + "max_norm .* got -1.0"),
     "gradients": (lambda p: clip_grads_with_norm_(grads_of(p), 1.0, 5.0), TypeError, BY_NORM + "has a .grad"),
 }
@@ -899,12 +861,9 @@ def test_bad_input_is_refused_in_one_line_and_changes_nothing(case):
 
 
 UNFIT = {
-    "expanded": (lambda: expanded(5, 3), "may have elements that share memory"),
+    "expanded": (lambda: torch.ones(1, 3).expand(5, 3), "may have elements that share memory"),
     "overlapping": (lambda: torch.ones(9).as_strided((4, 3), (1, 2)), "may have elements that share memory"),
-    "complex, expanded": (
-        lambda: torch.ones(1, dtype=torch.complex64).expand(4),
-        "may have elements that share memory",
-    ),
+    "complex, expanded": (lambda: torch.ones(1).mul(1j).expand(4), "may have elements that share memory"),
     "from inference": (torch.inference_mode()(lambda: torch.ones(3)), "was made in inference mode"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)]), "is a nested tensor"),
     "csr": (lambda: torch.ones(2, 2).to_sparse_csr(), "has layout"),
@@ -939,7 +898,7 @@ def test_a_gradient_that_cannot_be_scaled_is_named_before_the_first_is(case, pla
 
 
 def test_a_refusal_says_what_to_do():
-    (parameter,) = with_grads(expanded(5, 3))
+    (parameter,) = with_grads(torch.ones(1, 3).expand(5, 3))
     with pytest.raises(TypeError, match=r"parameter\.grad = parameter\.grad\.clone\(\)"):
         clip_grad_norm_([parameter], 1.0)
     parameter.grad = parameter.grad.clone()

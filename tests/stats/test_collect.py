@@ -9,16 +9,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-
-
-def parameters_with(*grads: torch.Tensor | None) -> list[nn.Parameter]:
-    """Return parameters with these gradients."""
-    parameters = []
-    for grad in grads:
-        parameter = nn.Parameter(torch.zeros(2) if grad is None else torch.zeros_like(grad))
-        parameter.grad = grad
-        parameters.append(parameter)
-    return parameters
+from support.gradients import with_grads
 
 
 def double_norm(*tensors: torch.Tensor) -> float:
@@ -107,7 +98,7 @@ def test_buffers_are_no_weights() -> None:
 
 
 def test_the_position_of_an_unnamed_parameter_is_its_name() -> None:
-    parameters = parameters_with(torch.ones(1), None, torch.ones(3))
+    parameters = [*with_grads(torch.ones(1)), nn.Parameter(torch.zeros(2)), *with_grads(torch.ones(3))]
     assert gm.collect_grads(parameters).names == ("0", "2")
     assert gm.collect_weights(parameters).names == ("0", "1", "2")
 
@@ -134,7 +125,7 @@ def test_one_call_measures_a_thousand_parameters_in_order() -> None:
 
 @pytest.mark.parametrize("function", [gm.collect, gm.collect_weights, gm.collect_grads])
 def test_thresholds_are_passed_through(function: object) -> None:
-    (parameter,) = parameters_with(torch.tensor([3.0, 4.0, 0.0, 0.0]))
+    (parameter,) = with_grads(torch.tensor([3.0, 4.0, 0.0, 0.0]))
     parameter.data.copy_(parameter.grad)
     x = {"w": parameter}
     assert function(x).thresholds == gm.Thresholds()
@@ -198,11 +189,12 @@ def test_grad_norm_without_gradients_is_what_the_caller_says(empty: object) -> N
 
 @pytest.mark.parametrize("empty", [0.0, None, -1.0, "raise"])
 def test_grad_norm_with_gradients_never_asks_what_empty_means(empty: object) -> None:
-    norm = gm.grad_norm(parameters_with(torch.tensor([-2.0]), None), empty=empty)
+    parameters = [*with_grads(torch.tensor([-2.0])), nn.Parameter(torch.zeros(2))]
+    norm = gm.grad_norm(parameters, empty=empty)
     assert (type(norm), norm) == (float, 2.0)
     # a gradient of zeros, or one without elements, is a gradient
-    assert gm.grad_norm(parameters_with(torch.zeros(3)), empty=empty) == 0.0
-    assert gm.grad_norm(parameters_with(torch.zeros(0)), empty=empty) == 0.0
+    assert gm.grad_norm(with_grads(torch.zeros(3)), empty=empty) == 0.0
+    assert gm.grad_norm(with_grads(torch.zeros(0)), empty=empty) == 0.0
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -223,21 +215,21 @@ def test_grad_norm_is_what_clip_grad_norm_returns(make: object) -> None:
 def test_grad_norm_is_right_where_squares_leave_the_range_of_float32(value: float) -> None:
     grad = torch.full((50, 80), value)
     exact = grad[0, 0].item()
-    assert close(gm.grad_norm(parameters_with(grad, grad.clone())), exact * math.sqrt(8000.0))
+    assert close(gm.grad_norm(with_grads(grad, grad.clone())), exact * math.sqrt(8000.0))
 
 
 def test_grad_norm_of_fp16_gradients_does_not_overflow() -> None:
     # 300**2 overflows fp16, and so does the sum; 300 * sqrt(40000) is exact
-    assert gm.grad_norm(parameters_with(torch.full((40_000,), 300.0, dtype=torch.float16))) == 60_000.0
+    assert gm.grad_norm(with_grads(torch.full((40_000,), 300.0, dtype=torch.float16))) == 60_000.0
 
 
 def test_grad_norm_of_very_different_gradients_is_right() -> None:
     small, large = torch.full((1000,), 1e-10), torch.full((10,), 1e15)
     expected = math.sqrt(math.fsum([1000 * small[0].item() ** 2, 10 * large[0].item() ** 2]))
-    assert close(gm.grad_norm(parameters_with(small, large)), expected)
-    assert close(gm.grad_norm(parameters_with(large, small)), expected)
+    assert close(gm.grad_norm(with_grads(small, large)), expected)
+    assert close(gm.grad_norm(with_grads(large, small)), expected)
     # the small one is not lost: it has its own row
-    stats = gm.collect_grads(parameters_with(large, small))
+    stats = gm.collect_grads(with_grads(large, small))
     assert close(stats.norm[1].item(), small[0].item() * math.sqrt(1000.0))
 
 
@@ -252,7 +244,7 @@ def test_grad_norm_of_very_different_gradients_is_right() -> None:
     ids=str,
 )
 def test_grad_norm_says_what_is_not_finite(bad: list[float], expected: float) -> None:
-    norm = gm.grad_norm(parameters_with(torch.ones(4), torch.tensor(bad)))
+    norm = gm.grad_norm(with_grads(torch.ones(4), torch.tensor(bad)))
     assert norm == expected or (math.isnan(norm) and math.isnan(expected))
 
 

@@ -56,12 +56,8 @@ def test_a_module_is_a_group_of_its_parameters(model):
 
 def test_several_modules_are_one_group(model):
     stats = gm.collect_grads(model)
-    assert names_in(stats, [model.seeds[0], model.seeds[1]], model=model) == {
-        "seeds.0.weight",
-        "seeds.0.bias",
-        "seeds.1.weight",
-        "seeds.1.bias",
-    }
+    expected = {f"seeds.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")}
+    assert names_in(stats, [model.seeds[0], model.seeds[1]], model=model) == expected
     assert names_in(stats, model.seeds, model=model) == names_in(stats, r"^seeds\.")
     assert names_in(stats, model, model=model) == set(stats.names)
 

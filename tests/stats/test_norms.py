@@ -105,9 +105,11 @@ def test_a_tensor_of_several_pieces_has_one_norm(order, monkeypatch):
     from gradiometer.stats import norms
 
     tensors = [torch.randn(5, 8).t(), torch.tensor([2.0, 0.5, INF, -3.0]), torch.randn(20)]
-    expected = gm.total_norm(tensors, order)
-    monkeypatch.setattr(norms, "_PIECE", 7)
-    assert gm.total_norm(tensors, order).item() == pytest.approx(expected.item(), rel=1e-14)
+    for each in (tensors, [*tensors, torch.tensor([1.0, 0.0]), torch.zeros(3)]):
+        monkeypatch.undo()
+        expected = gm.total_norm(each, order)
+        monkeypatch.setattr(norms, "_PIECE", 7)
+        assert gm.total_norm(each, order).item() == pytest.approx(expected.item(), rel=1e-14)
 
 
 @every_order

@@ -347,16 +347,10 @@ def test_every_line_of_a_table_has_the_same_columns(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for i in range(30):
-        size = int(10 ** (5.5 * torch.rand((), generator=generator).item()))
-        x = torch.randn(size, generator=generator) * 10 ** (
-            20 * torch.rand((), generator=generator).item() - 12
-        )
-        x[torch.rand(size, generator=generator) < torch.rand((), generator=generator)] = [
-            0.0,
-            math.nan,
-            math.inf,
-            0.0,
-        ][i % 4]
+        exponents = torch.rand(2, generator=generator).mul(torch.tensor([5.5, 20.0])).tolist()
+        x = torch.randn(int(10 ** exponents[0]), generator=generator) * 10 ** (exponents[1] - 12)
+        is_odd = torch.rand(len(x), generator=generator) < torch.rand((), generator=generator)
+        x[is_odd] = (0.0, math.nan, math.inf, 0.0)[i % 4]
         tensors["n" * (1 + 7 * i % 43) + str(i)] = x
     for max_rows in (None, 20, 5):
         assert_aligned(report_of(tensors).to_string(max_rows))

@@ -90,33 +90,19 @@ def fused(request, monkeypatch):
 MODES = ["eager", "graph", "backward in the graph"]
 
 
-def stepper(model, mode, backend, after=lambda: None):
-    """Return a step: forward, backward, and ``after``."""
+def stepper(model, mode, backend):
+    """Return a step: forward and backward."""
+    compiled = torch.compile(fullgraph=True, backend=backend)
 
     def loss_of(x):
         return model(x).square().sum()
 
-    if mode == "eager":
+    forward = compiled(loss_of) if mode == "graph" else loss_of
 
-        def step(x):
-            loss_of(x).backward()
-            after()
+    def step(x):
+        forward(x).backward()
 
-        return step
-    if mode == "graph":
-        compiled = torch.compile(loss_of, fullgraph=True, backend=backend)
-
-        def step(x):
-            compiled(x).backward()
-            after()
-
-        return step
-
-    def whole(x):
-        loss_of(x).backward()
-        after()
-
-    return torch.compile(whole, fullgraph=True, backend=backend)
+    return compiled(step) if mode == "backward in the graph" else step
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -53,7 +53,6 @@ class Determinism:
         return self.deterministic
 
     def __str__(self) -> str:
-        """Return one sentence."""
         left = f"; not compared: {', '.join(map(repr, self.unread))}" if self.unread else ""
         if self.first is None:
             return f"2 runs of the step are equal in all of {self.compared:,} tensors and values{left}"
@@ -241,17 +240,19 @@ class _State:
                 kept = copy.deepcopy(module.state_dict())
                 undo.append(partial(module.load_state_dict, kept))
                 others = [(name, x) for name, x in module.named_buffers() if name not in kept]
-                undo += [partial(_put_back_buffer, module, *other, _copy(other[1])) for other in others]
+                undo += [
+                    partial(_put_back_buffer, module, *other, other[1].detach().clone()) for other in others
+                ]
                 for _, parameter in _parameters(module):
                     alone.pop(parameter, None)
             elif isinstance(value, torch.Generator):
                 undo.append(partial(value.set_state, value.get_state()))
             elif not isinstance(value, Tensor):
                 undo.append(partial(value.load_state_dict, copy.deepcopy(value.state_dict())))
-        undo += [partial(_put_back, p, _copy(p)) for p in alone]
+        undo += [partial(_put_back, p, p.detach().clone()) for p in alone]
         for p in self.parameters:
             if p.is_leaf and p.grad is not None:
-                undo.append(partial(_put_back, p.grad, _copy(p.grad)))
+                undo.append(partial(_put_back, p.grad, p.grad.detach().clone()))
             if p.is_leaf:
                 undo.append(partial(setattr, p, "grad", p.grad))
         return undo
@@ -277,10 +278,6 @@ def _differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
 
 
 # restore
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _put_back(tensor: Tensor, saved: Tensor) -> None:

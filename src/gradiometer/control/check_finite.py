@@ -161,9 +161,8 @@ def _real(loss: Tensor) -> Tensor:
         msg = f"check_finite: the loss must be real, got {loss.dtype}; pass loss.real or loss.abs()"
         raise TypeError(msg)
     if loss.numel() == 0:
-        raise ValueError(
-            f"check_finite: the loss of shape {tuple(loss.shape)} has no elements; pass loss=None to skip it"
-        )
+        msg = f"check_finite: the loss of shape {tuple(loss.shape)} has no elements; "
+        raise ValueError(msg + "pass loss=None to skip it")
     # a quantized loss is refused like any other tensor
     return loss if loss.is_floating_point() or loss.is_quantized else loss.double()
 

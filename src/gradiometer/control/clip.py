@@ -169,9 +169,8 @@ def clip_grads_with_norm_(
         total_norm = total_norm.full_tensor()  # type: ignore[attr-defined]
     if not isinstance(total_norm, float) or total_norm == total_norm:  # noqa: PLR0124 NaN is a norm
         total_norm = limit_of(total_norm, "total_norm", what)
-    grads, _ = grads_of(
-        named_parameters([parameters] if isinstance(parameters, Tensor) else parameters, what), what
-    )
+    source = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads, _ = grads_of(named_parameters(source, what), what)
     check(grads, what)
     parts = parts_of(grads, what)
     if not parts:
@@ -324,8 +323,8 @@ def _clip(
     if error_if_nonfinite:
         _refuse_nonfinite(stats, norms().said, order, ranks)
     if isinstance(clip, WeightNormClip) and clip.unitwise:
-        held = {name: p for name, p in zip(*parameters, strict=True) if p.grad is not None}
-        clip.scale_units_(grads.names, parts, list(held.values()), inv_scale)
+        held = [p for p in parameters.tensors if p.grad is not None]
+        clip.scale_units_(grads.names, parts, held, inv_scale)
         return stats, norms
     if clip is None:
         factors = coefficient_of(norms().finite, limit)
@@ -344,8 +343,7 @@ def _weights(parameters: Named, stats: TensorStats, what: str, reduce: bool | Ra
     """Return the columns of the weights in the rows of the gradients' ``stats``."""
     # on another rank a parameter may have a gradient that it does not have here
     merged = stats.is_reduced
-    needed = [p.grad is not None or (merged and p.requires_grad) for p in parameters.tensors]
-    kept = [p if is_needed else None for p, is_needed in zip(parameters.tensors, needed, strict=True)]
+    kept = [p if p.grad is not None or (merged and p.requires_grad) else None for p in parameters.tensors]
     weights = present(parameters.names, kept)
     home = stats.columns.device
     return over_ranks(reduce, parameters, what, lambda _: measure(weights, what, home=home)).columns

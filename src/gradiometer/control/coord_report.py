@@ -46,7 +46,6 @@ class Slope:
         return Slope(-self.value, self.error)
 
     def __str__(self) -> str:
-        """Return the slope and its standard error."""
         return f"{self.value:+.2f} ± {self.error:.2f}"
 
 
@@ -115,7 +114,6 @@ class CoordCheck:
         return self.passed
 
     def __getitem__(self, name: str) -> CoordRow:
-        """Return the row of an activation."""
         for row in self.rows:
             if row.name == name:
                 return row
@@ -134,7 +132,6 @@ class CoordCheck:
         return "\n".join([self._headline(), rule, lines[0], rule, *lines[1:], rule, _NOTE])
 
     def __str__(self) -> str:
-        """Return the table."""
         return self.to_string()
 
     def save_svg(self, path: str | os.PathLike[str]) -> None:
@@ -154,9 +151,8 @@ class CoordCheck:
         n, bad = len(self.rows), len(self.failed)
         verdict = f"FAILED, {bad} of {n} activations" if bad else f"passed, {n} activations"
         widths = ", ".join(map(str, self.widths))
-        steps, seeds = [
-            f"{x} {what}{'s' * (x != 1)}" for x, what in ((self.steps, "step"), (self.seeds, "seed"))
-        ]
+        counts = ((self.steps, "step"), (self.seeds, "seed"))
+        steps, seeds = [f"{x} {what}{'s' * (x != 1)}" for x, what in counts]
         return f"coordinate check {verdict}; widths {widths}; {steps}, {seeds}, tolerance {self.tolerance:g}"
 
 

@@ -76,9 +76,8 @@ class FiniteReport:
     @property
     def has_issues(self) -> bool:
         """Whether any checked value is not finite."""
-        return not self.loss_is_finite or any(
-            report is not None and report.found_inf for report in (self.weights, self.grads, self.buffers)
-        )
+        reports = (self.weights, self.grads, self.buffers)
+        return not self.loss_is_finite or any(x is not None and x.found_inf for x in reports)
 
     def __bool__(self) -> bool:
         """Raise a TypeError, since the truth value would be ambiguous."""
@@ -91,11 +90,7 @@ class FiniteReport:
         return {name: getattr(self, name) for name in (*fields, *lists)}
 
     def to_string(self, max_rows: int | None = 8) -> str:
-        """Return the text that ``print`` shows.
-
-        Args:
-            max_rows: maximum number of weights, of gradients and of buffers; None for all.
-        """
+        """Return the text that ``print`` shows, with ``max_rows`` tensors of a kind at most; None: all."""
         if not self.has_issues:
             return "; ".join(_summary(self, with_largest=True))
         lines: list[tuple[str, str, str]] = []
@@ -123,7 +118,6 @@ class FiniteReport:
         return self.to_string()
 
     def __repr__(self) -> str:
-        """Return a one-line summary."""
         return f"<FiniteReport: {_headline(self)}>"
 
 

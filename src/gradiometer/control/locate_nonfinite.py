@@ -96,9 +96,8 @@ def locate_nonfinite(step: Any, /, *args: Any, **kwargs: Any) -> Block | Located
     if isinstance(step, nn.Module) and not args and not kwargs:
         return Block(step)
     if not callable(step):
-        raise TypeError(
-            f"locate_nonfinite: expected a module, or a function that makes a step, got {type(step).__name__}"
-        )
+        msg = "locate_nonfinite: expected a module, or a function that makes a step, "
+        raise TypeError(msg + f"got {type(step).__name__}")
     parts = find_parts(step, args, kwargs)
     copy = StepCopy(parts)
     search = NonfiniteSearch(_roots(parts), copy)

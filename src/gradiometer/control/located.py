@@ -49,7 +49,6 @@ class Operand:
         return " and ".join([f"{count:,} {word}" for count, word in parts if count])
 
     def __str__(self) -> str:
-        """Return one line."""
         name = self.name if self.tensor is None else f"{self.name} ({self.tensor})"
         values = []
         if self.min is not None and self.max is not None:
@@ -130,7 +129,6 @@ class Located:
         return ", ".join(parts)
 
     def __str__(self) -> str:
-        """Return a few lines."""
         if not self:
             return "all gradients, parameters and results are finite"
         lines = [f"{self.operation} {self.reason}" if self.operation else self.reason]
@@ -166,10 +164,7 @@ def values_of(tensor: Tensor) -> Tensor | None:
 
 
 def extremes(tensor: Tensor) -> tuple[float, float] | None:
-    """Return minimum and maximum, which are NaN or infinite if any element is; None if there is no value.
-
-    Waits for the device.
-    """
+    """Return minimum and maximum, NaN or Inf if any element is; None without values. Waits for the device."""
     values = values_of(tensor)
     if values is None or values.dtype == torch.bool:
         return None

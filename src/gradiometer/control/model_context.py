@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradiometer.control.located import Located, Operand, describe
 from gradiometer.control.operations import (
-    Argument,
+    Range,
     is_backward,
     key_of,
     line_of,
@@ -76,11 +76,7 @@ class ModelContext:
         key = key_of(tensor)
         return self._inputs[key][1] if key in self._inputs else self._labels.get(key)
 
-    def operand(self, argument: Argument, range_: tuple[float, float] | None = None) -> Operand:
-        """Return the description of an argument, whose `extremes` may be given."""
-        return self.described(argument.name, argument.tensor, range_)
-
-    def described(self, name: str, tensor: Tensor, range_: tuple[float, float] | None) -> Operand:
+    def described(self, name: str, tensor: Tensor, range_: Range = None) -> Operand:
         """Return `describe` with the tensor's name in the model."""
         label = self.label(tensor)
         if label is not None and not label.startswith("input"):

@@ -175,18 +175,12 @@ class NoiseScale(Float64Module):
 
     @property
     def squared_norm(self) -> Tensor:
-        """The average of the estimates of |G|², 0-d or ``(G,)`` float64; NaN without an estimate.
-
-        The estimates are unbiased, so it may be negative.
-        """
+        """Average of unbiased estimates of |G|², 0-d or ``(G,)`` float64; may be negative; NaN if none."""
         return self.average.value[0]
 
     @property
     def trace(self) -> Tensor:
-        """The average of the estimates of tr(Σ), 0-d or ``(G,)`` float64; NaN without an estimate.
-
-        The estimates are unbiased, so it may be negative.
-        """
+        """Average of unbiased estimates of tr(Σ), 0-d or ``(G,)`` float64; may be negative; NaN if none."""
         return self.average.value[1]
 
     @property

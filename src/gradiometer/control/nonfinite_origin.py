@@ -111,9 +111,10 @@ class Origins:
                     continue  # not initialized before
                 range_ = float_range(argument.tensor)
             if not is_finite(range_):
-                origin = self.of_storage(argument.tensor) or self._held_before(
-                    operation.name, argument, operand or self._context.operand(argument, range_)
-                )
+                origin = self.of_storage(argument.tensor)
+                if origin is None:
+                    operand = operand or self._context.described(argument.name, argument.tensor, range_)
+                    origin = self._held_before(operation.name, argument, operand)
                 (nans if has_nan(range_) else infs).append(origin)
         real = [origin for origin in infs if not origin.is_mask]
         if nans and makes_nan:
@@ -134,7 +135,7 @@ class Origins:
         inputs = [
             operation.before[id(x.tensor)][0]
             if id(x.tensor) in operation.before
-            else self._context.operand(x)
+            else self._context.described(x.name, x.tensor)
             for x in operation.arguments
             if not x.written or id(x.tensor) in operation.before
         ]

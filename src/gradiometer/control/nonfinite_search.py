@@ -83,7 +83,6 @@ class NonfiniteSearch(TorchDispatchMode):
     # the block
 
     def __enter__(self) -> Self:
-        """Begin to follow the operations of this thread."""
         context = self._context
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -106,7 +105,6 @@ class NonfiniteSearch(TorchDispatchMode):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop, and fill in the result."""
         try:
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         finally:
@@ -230,7 +228,7 @@ class NonfiniteSearch(TorchDispatchMode):
                 tensor = argument.tensor
                 if argument.read and (not argument.written or self._origins.is_initialized(tensor)):
                     range_ = float_range(tensor)
-                    before[id(tensor)] = self._context.operand(argument, range_), range_
+                    before[id(tensor)] = self._context.described(argument.name, tensor, range_), range_
         try:
             output = func(*args, **kwargs)
             self._check_outputs(name, arguments, before, (args, kwargs), output)
@@ -291,7 +289,7 @@ class NonfiniteSearch(TorchDispatchMode):
                 if origin is not None and not origin.is_mask:
                     self._raised = error, replace(origin.located, then=f"then {name} raised an error")
                     return
-            inputs = [self._context.operand(x) for x in arguments if x.read]
+            inputs = [self._context.described(x.name, x.tensor) for x in arguments if x.read]
         except RuntimeError:
             inputs = []  # the device is lost
         text = f"{type(error).__name__}: {error}".partition("\n")[0]

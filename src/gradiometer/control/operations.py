@@ -24,7 +24,6 @@ _OVERWRITE = frozenset(f"{prefix}{name}_" for name in _FILLS.split() for prefix 
 # minimum and maximum, see `extremes`; None if there is no value
 Range = tuple[float, float] | None
 
-
 # a file and a line of it; None and None if they are not known
 Line = tuple[str | None, int | None]
 

@@ -61,9 +61,8 @@ def limit_of(value: float | Tensor, name: str, what: str) -> float | Tensor:
             return value.detach()
     elif is_limit(value):
         return float(value)
-    raise ValueError(
-        f"{what}: {name} must be a non-negative number, or a one-element real tensor, got {describe(value)}"
-    )
+    msg = f"{what}: {name} must be a non-negative number, or a one-element real tensor, "
+    raise ValueError(msg + f"got {describe(value)}")
 
 
 def coefficient_of(norm: Tensor, limit: float | Tensor) -> Tensor:

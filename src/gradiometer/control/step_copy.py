@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradiometer.control.located import values_of
-from gradiometer.control.operations import storage_of, tensors_in
+from gradiometer.control.operations import arguments_of, storage_of, tensors_in
 from gradiometer.control.random_state import random_state, restore_random_state
 from gradiometer.inputs import is_dtensor, unwrapped
 
@@ -146,14 +146,10 @@ class StepCopy:
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep the memory that an operation is about to write."""
         schema = getattr(func, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            return
-        for i, argument in enumerate(schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            for tensor in tensors_in(value):
-                self._keep(tensor)
+        if schema is not None and schema.is_mutable:
+            for argument in arguments_of(func, args, kwargs):
+                if argument.written:
+                    self._keep(argument.tensor)
 
     def _keep(self, tensor: Tensor) -> None:
         values = values_of(tensor)

@@ -211,5 +211,4 @@ class WeightNormClip(TensorwiseClip):
 def _norms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Return the norms of the finite elements over some dimensions, which are kept, in float64."""
     wide = x.to(torch.float64)
-    norms: Tensor = vector_norm(torch.where(wide.isfinite(), wide, 0.0), dim=dims, keepdim=True)
-    return norms
+    return vector_norm(torch.where(wide.isfinite(), wide, 0.0), dim=dims, keepdim=True)  # type: ignore[no-any-return]

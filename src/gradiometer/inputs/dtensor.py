@@ -37,10 +37,8 @@ def placed_like(name: str, grad: Any, parameter: Any, what: str) -> Tensor:
         with torch.no_grad():
             return grad.redistribute(placements=[place.then or place.now for place in found])  # type: ignore[no-any-return]
     theirs = f"has placements {parameter.placements}" if is_dtensor(type(parameter)) else "is a plain tensor"
-    raise TypeError(
-        f"{what}: the gradient of {name!r} has placements {grad.placements}, but its parameter {theirs}, and "
-        "redistributing it needs the other ranks; pass reduce=gm.Ranks(model)"
-    )
+    msg = f"{what}: the gradient of {name!r} has placements {grad.placements}, but its parameter {theirs}, "
+    raise TypeError(msg + "and redistributing it needs the other ranks; pass reduce=gm.Ranks(model)")
 
 
 def local_shards(named: Named, what: str) -> Named:
@@ -49,12 +47,11 @@ def local_shards(named: Named, what: str) -> Named:
         return named
     for name, tensor in zip(*named, strict=True):
         if is_dtensor(type(tensor)) and is_partial(tensor):
-            msg = (
+            raise TypeError(
                 f"{what}: {name!r} is a DTensor with placements {tensor.placements}, so its values are not "  # type: ignore[attr-defined]
                 "yet reduced over the ranks; redistribute it first, or for gradients pass "
                 "reduce=gm.Ranks(model) to collect_grads"
             )
-            raise TypeError(msg)
     return Named(named.names, [local_shard(x) if is_dtensor(type(x)) else x for x in named.tensors])
 
 
@@ -83,10 +80,8 @@ def places(name: str, grad: Any, parameter: Any, what: str) -> tuple[Any, list[P
         # from_local replicates by default
         grad = type(parameter).from_local(grad.detach(), parameter.device_mesh)
     elif grad.device_mesh != parameter.device_mesh:
-        raise TypeError(
-            f"{what}: the gradient of {name!r} is on the mesh {grad.device_mesh}, but its parameter is "
-            f"on {parameter.device_mesh}; put both on one mesh"
-        )
+        msg = f"{what}: the gradient of {name!r} is on the mesh {grad.device_mesh}, but its parameter is "
+        raise TypeError(msg + f"on {parameter.device_mesh}; put both on one mesh")
     pairs = zip(grad.placements, parameter.placements, strict=True)
     return grad, [Place(now, None if is_whole(then) else then) for now, then in pairs]
 

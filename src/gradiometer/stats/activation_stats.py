@@ -78,11 +78,7 @@ class ActivationReport(TableReport[ActivationRow]):
         super().__init__(names, columns[kept], flags=None if flags is None else flags[kept], **options)
 
     def to_string(self, max_rows: int | None = 40) -> str:
-        """Return the table that ``print`` shows.
-
-        Args:
-            max_rows: maximum number of rows; None for all.
-        """
+        """Return the table that ``print`` shows, with ``max_rows`` rows at most; None: all."""
         return super().to_string(max_rows)
 
     def _cell(self, row: ActivationRow, name: str) -> str:

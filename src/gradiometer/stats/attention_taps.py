@@ -179,11 +179,9 @@ def _check(taps: Taps, x: object, what: str, *, least: int) -> None:
     taps.check(x, what)
     tensor: Tensor = x  # type: ignore[assignment]
     if tensor.is_complex():
-        msg = f"{what} has the dtype {tensor.dtype}; pass floating-point numbers"
-        raise TypeError(msg)
+        raise TypeError(f"{what} has the dtype {tensor.dtype}; pass floating-point numbers")
     if tensor.dim() < least:
-        msg = f"{what} has the shape {tuple(tensor.shape)}; it needs at least {least} dimensions"
-        raise ValueError(msg)
+        raise ValueError(f"{what} has the shape {tuple(tensor.shape)}; it needs at least {least} dimensions")
 
 
 def _check_heads(q: Tensor, k: Tensor, name: str) -> None:
@@ -192,18 +190,15 @@ def _check_heads(q: Tensor, k: Tensor, name: str) -> None:
         fits = k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] == 0
         fits = fits and all([a == b or 1 in {a, b} for a, b in zip(q.shape[:-3], k.shape[:-3], strict=True)])
     if not fits:
-        msg = f"tap_attention: {name!r} has queries {tuple(q.shape)} and keys {tuple(k.shape)}; "
-        raise ValueError(
-            msg + "pass (..., heads, length, d) with the same d, and heads of q in multiples of k's"
-        )
+        msg = f"tap_attention: {name!r} has queries {tuple(q.shape)} and keys {tuple(k.shape)}; pass "
+        raise ValueError(msg + "(..., heads, length, d) with the same d, and heads of q in multiples of k's")
 
 
 def _check_selected(selected: object, probs: Tensor, name: str) -> None:
     what = f"tap_router: selected of {name!r}"
     if not isinstance(selected, torch.Tensor) or selected.dtype not in _INTEGERS:
         kind = selected.dtype if isinstance(selected, torch.Tensor) else type(selected).__name__
-        msg = f"{what} is {kind}; pass the indices of experts as an integer tensor"
-        raise TypeError(msg)
+        raise TypeError(f"{what} is {kind}; pass the indices of experts as an integer tensor")
     tokens = probs.dim() - 1
     if selected.shape[:tokens] != probs.shape[:-1] or selected.dim() > probs.dim():
         msg = f"{what} has the shape {tuple(selected.shape)}, but probs {tuple(probs.shape)}; "
@@ -258,5 +253,4 @@ def _norms(x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor, ord: float = 2, **options: Any) -> Tensor:  # noqa: A002 as in torch
-    found: Tensor = torch.linalg.vector_norm(x, ord, **options)
-    return found
+    return torch.linalg.vector_norm(x, ord, **options)  # type: ignore[no-any-return]

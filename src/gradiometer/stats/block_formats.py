@@ -85,8 +85,7 @@ def block_losses(tensors: Tensors, format: str) -> BlockLosses:  # noqa: A002
     """
     what = "block_losses"
     if format not in _FORMATS:
-        msg = f"{what}: {format!r} is not one of the formats {', '.join(_FORMATS)}"
-        raise ValueError(msg)
+        raise ValueError(f"{what}: {format!r} is not one of the formats {', '.join(_FORMATS)}")
     named = named_tensors(tensors, what)
     check_names(named.names, what)
     named = local_shards(named, what)
@@ -117,9 +116,8 @@ def _count(x: Tensor, name: str) -> Tensor:
         top = torch.stack([_finite(piece).amax() for piece in pieces]).amax()
     flushed, saturated = [], []
     for piece in pieces:
-        blocks = functional.pad(_finite(piece), (0, -piece.shape[1] % form.block)).unflatten(
-            -1, (-1, form.block)
-        )
+        padded = functional.pad(_finite(piece), (0, -piece.shape[1] % form.block))
+        blocks = padded.unflatten(-1, (-1, form.block))
         scaled = _scaled(blocks, form, top)
         flushed.append(((blocks > 0) & (scaled <= form.most)).sum())
         over = scaled > form.least if form.is_tie_even else scaled >= form.least

@@ -54,8 +54,7 @@ def compare(a: Parameters, b: Parameters, *, reduce: bool | Ranks = False) -> Pa
         for own, others, name in ((left.names, there, "b"), (right.names, left.names, "a")):
             missing = [known for known in own if known not in others]
             if missing:
-                msg = f"{what}: {missing[0]!r} is not in {name}; pass the same names in a and b"
-                raise ValueError(msg)
+                raise ValueError(f"{what}: {missing[0]!r} is not in {name}; pass the same names in a and b")
         right = Named(left.names, [there[name] for name in left.names])
     return over_ranks(reduce, left, what, lambda _: _measure(left, right, None, what), schema=PAIRS)
 

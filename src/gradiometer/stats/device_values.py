@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,17 +18,8 @@ class DeviceValue:
         dtype = str(schema.dtype).removeprefix("torch.")
         self.__doc__ = f"{schema[name].meaning}, ``(T,) {dtype}``."
 
-    @overload
-    def __get__(self, stats: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, stats: object, owner: type) -> Tensor: ...
-
-    def __get__(self, stats: Any, owner: type) -> Self | Tensor:
-        if stats is None:
-            return self
-        value: Tensor = stats.schema.value(stats.columns, self._name)
-        return value
+    def __get__(self, stats: Any, owner: type) -> Any:
+        return self if stats is None else stats.schema.value(stats.columns, self._name)
 
 
 class TensorValues:

@@ -98,11 +98,9 @@ class EMA(Float64Module):
     ) -> None:
         super().__init__()
         if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
-            msg = f"EMA(decay={decay!r}): decay must be a number in [0, 1)"
-            raise ValueError(msg)
+            raise ValueError(f"EMA(decay={decay!r}): decay must be a number in [0, 1)")
         if not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
-            msg = f"EMA(eps={eps!r}): eps must be a positive finite number"
-            raise ValueError(msg)
+            raise ValueError(f"EMA(eps={eps!r}): eps must be a positive finite number")
         if not isinstance(bias_correction, bool):
             msg = f"EMA(bias_correction={bias_correction!r}): bias_correction must be True or False"
             raise TypeError(msg)
@@ -184,15 +182,11 @@ class EMA(Float64Module):
     def _check(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-            msg = f"EMA: x must be a floating-point tensor, got {kind}"
-            raise TypeError(msg)
+            raise TypeError(f"EMA: x must be a floating-point tensor, got {kind}")
         if x.shape != self.state.shape[1:]:
             got, own = tuple(x.shape), tuple(self.state.shape[1:])
             msg = f"EMA: x has shape {got}, but this average has shape {own}; create it with EMA({got})"
             raise ValueError(msg)
         if x.device != self.state.device:
-            msg = (
-                f"EMA: x is on {x.device}, but this average is on {self.state.device}; "
-                f"create it with EMA(device={str(x.device)!r}), or move it there"
-            )
-            raise ValueError(msg)
+            msg = f"EMA: x is on {x.device}, but this average is on {self.state.device}; "
+            raise ValueError(msg + f"create it with EMA(device={str(x.device)!r}), or move it there")

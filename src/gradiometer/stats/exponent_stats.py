@@ -116,8 +116,7 @@ class ExponentStats(ExponentValues, NamedStats[PrecisionReport]):
             ValueError: if q is not from 0 to 1.
         """
         if not (isinstance(q, int | float) and 0 <= q <= 1):
-            msg = f"quantile: q={q!r}; pass a number from 0 to 1"
-            raise ValueError(msg)
+            raise ValueError(f"quantile: q={q!r}; pass a number from 0 to 1")
         return quantile(self.columns, q)
 
     def report(self, formats: Iterable[Any] | None = None) -> PrecisionReport:

@@ -31,7 +31,6 @@ from gradiometer.stats.measure import dense, measure, over_ranks_with
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
-    from gradiometer.stats.tensor_stats import TensorStats
 
 # the end of the text of an object that is not read
 NOT_COMPARED: Final = ", not compared"
@@ -118,13 +117,11 @@ def check_replicas(model: Parameters, *, reduce: bool | Ranks = True) -> dict[st
     if torch.compiler.is_compiling():
         msg = "check_replicas waits for the result, which a compiled function cannot do; call it outside, or "
         raise RuntimeError(msg + "use collect_weights(model, fingerprint=True, reduce=ranks).diverged")
-    named = named_parameters(model, "check_replicas")
-
-    def measured(ranks: Ranks | None) -> tuple[TensorStats, None]:
-        del ranks
-        return measure(named, "check_replicas", fingerprint=True), None
-
-    stats, _, ranks = over_ranks_with(reduce, named, "check_replicas", measured, fingerprint=True)
+    what = "check_replicas"
+    named = named_parameters(model, what)
+    stats, _, ranks = over_ranks_with(
+        reduce, named, what, lambda _: (measure(named, what, fingerprint=True), None), fingerprint=True
+    )
     if ranks is None or ranks.size == 1 or stats.local is None:
         return {}
     names = stats.materialize().diverged
@@ -132,7 +129,7 @@ def check_replicas(model: Parameters, *, reduce: bool | Ranks = True) -> dict[st
         return {}
     own = stats.local.materialize()
     bits = {name: str(own[name].fingerprint) for name in names if name in own}
-    told = share(bits, ranks.group, ranks.timeout, "check_replicas")
+    told = share(bits, ranks.group, ranks.timeout, what)
     return {name: minority(ranks, name, [each.get(name) for each in told]) for name in names}
 
 

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 class Float64Module(nn.Module):
-    """A module whose buffers, usually in float64, keep their dtypes when its owner is cast.
-
-    Casts are meant for weights.
-    """
+    """A module whose buffers, usually in float64, keep their dtypes when its owner casts its weights."""
 
     def _unfit(self, name: str, value: Tensor) -> str:
         """Return what is wrong with a value of a buffer, which is in float64 on the CPU; empty if nothing is.

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 # maximum number of names in an error message
 _NAMES: Final = 10
 
-
 Number = float | Tensor
 
 
@@ -79,8 +78,7 @@ def group_ratio(
     """
     # true for NaN too; Dynamo cannot trace math.isnan of a number that changes
     if not isinstance(floor, (int, float)) or not floor >= 0:
-        msg = f"group_ratio: floor must be a non-negative number, got {floor}"
-        raise ValueError(msg)
+        raise ValueError(f"group_ratio: floor must be a non-negative number, got {floor}")
     if isinstance(grouped, TensorStats):
         if n_a is not None or n_b is not None:
             msg = "group_ratio: got n_a or n_b, but the stats hold the numbers of elements; omit n_a and n_b"
@@ -120,16 +118,13 @@ def _rms(norm: Tensor, n: Tensor) -> Tensor:
 def _as_tensor(name: str, x: Any, home: torch.device) -> Tensor:
     if isinstance(x, Tensor):
         if x.is_complex() or x.dtype == torch.bool:
-            msg = f"group_ratio: {name} must be real, got a tensor of dtype {x.dtype}"
-            raise TypeError(msg)
+            raise TypeError(f"group_ratio: {name} must be real, got a tensor of dtype {x.dtype}")
         return on_device(x.detach(), home, torch.float64)
     if not isinstance(x, Real):
-        msg = f"group_ratio: {name} must be a number or a tensor, got {type(x).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"group_ratio: {name} must be a number or a tensor, got {type(x).__name__}")
     # a norm may be NaN
     if x < 0 or (x != x and name in {"n_a", "n_b"}):  # noqa: PLR0124
-        msg = f"group_ratio: {name} must be a non-negative number, got {x}"
-        raise ValueError(msg)
+        raise ValueError(f"group_ratio: {name} must be a non-negative number, got {x}")
     # a product, so that a new number does not recompile a compiled step
     return torch.ones((), dtype=torch.float64, device=home) * float(x)
 
@@ -139,6 +134,5 @@ def _row(grouped: TensorStats, name: str) -> int:
         shown = ", ".join(map(repr, grouped.names[:_NAMES])) or "none"
         rest = len(grouped.names) - _NAMES
         more = f" and {rest} more; if these are not groups, call group first" if rest > 0 else ""
-        msg = f"group_ratio: no group {name!r}; available: {shown}{more}"
-        raise KeyError(msg)
+        raise KeyError(f"group_ratio: no group {name!r}; available: {shown}{more}")
     return grouped.names.index(name)

@@ -27,8 +27,7 @@ def pairs_of(
     pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
     names = [name for name, _ in pairs]
     if len(set(names)) != len(names) or not all([isinstance(name, str) for name in names]):
-        msg = f"group: the names of groups must be unique strings, got {tuple(names)}"
-        raise ValueError(msg)
+        raise ValueError(f"group: the names of groups must be unique strings, got {tuple(names)}")
     return pairs
 
 
@@ -51,20 +50,17 @@ def members(names: tuple[str, ...], group: str, rule: GroupRule, model: Named | 
         return [i for i, name in enumerate(names) if rule(name)]
     if isinstance(rule, Collection) and all([isinstance(name, str) for name in rule]):
         return [i for i, name in enumerate(names) if name in rule]
-    msg = (
+    raise TypeError(
         f"group: the rule of {group!r} must be a regular expression, a predicate, a collection of names, "
         f"or one or more modules, got {type(rule).__name__ if isinstance(rule, Tensor) else repr(rule)}"
     )
-    raise TypeError(msg)
 
 
 def by_module(names: tuple[str, ...], depth: int | None) -> dict[str, list[int]]:
     """Return module -> indices of the rows below it, in the order of the rows; see `module_of`."""
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
-        msg = (
-            f"by_module: depth must be a non-negative integer (levels below the root) or None, got {depth!r}"
-        )
-        raise ValueError(msg)
+        msg = "by_module: depth must be a non-negative integer (levels below the root) or None, "
+        raise ValueError(msg + f"got {depth!r}")
     return {module: list(rows) for module, rows in _rows_by_module(names, depth)}
 
 
@@ -90,23 +86,18 @@ def _names_within(
     modules: list[nn.Module], names: tuple[str, ...], group: str, model: Named | None
 ) -> set[str]:
     if model is None:
-        msg = f"group: the rule of {group!r} is a module; pass its model: group(…, model=model)"
-        raise TypeError(msg)
+        raise TypeError(f"group: the rule of {group!r} is a module; pass its model: group(…, model=model)")
     # compare parameters, not names: a tied parameter is named after its first occurrence
     inside = {parameter for module in modules for parameter in module.parameters()}
     if names and model.names and not any([name in names for name in model.names]):
-        msg = (
+        raise ValueError(
             f"group: no row has the name of a parameter of model: the first row is {names[0]!r}, the first "
             f"parameter {model.names[0]!r}; pass the model that was measured, with the same wrappers"
         )
-        raise ValueError(msg)
     chosen = {name for name, parameter in zip(model.names, model.tensors, strict=True) if parameter in inside}
     if inside and not chosen:
-        msg = (
-            f"group: the module in the rule of {group!r} has no parameter in common with model; pass "
-            "the model that contains it"
-        )
-        raise ValueError(msg)
+        msg = f"group: the module in the rule of {group!r} has no parameter in common with model; "
+        raise ValueError(msg + "pass the model that contains it")
     return chosen
 
 

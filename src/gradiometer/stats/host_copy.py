@@ -123,5 +123,4 @@ class _Parcel:
 def outside_of_a_graph(what: str) -> None:
     """Raise a RuntimeError if called inside a compiled function."""
     if torch.compiler.is_compiling():
-        msg = f"{what} copies to the host, which a compiled function cannot do; call it outside"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"{what} copies to the host, which a compiled function cannot do; call it outside")

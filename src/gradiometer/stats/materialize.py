@@ -74,15 +74,12 @@ def _plan(tree: Any, what: str) -> tuple[list[Tensor], Callable[[list[Tensor]], 
     tensors = [leaves[i].packed() if isinstance(leaves[i], NamedStats) else leaves[i] for i in moved]
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_nested:
-            msg = (
-                f"{what}: a tensor of shape {tuple(tensor.shape)} is sparse or nested, which is not supported"
-            )
-            msg += "; pass its values"
-            raise TypeError(msg)
-        if tensor.device.type == "meta":
-            msg = f"{what}: a tensor of shape {tuple(tensor.shape)} is on the meta device and has no values; "
-            msg += "omit it"
-            raise TypeError(msg)
+            reason = "is sparse or nested, which is not supported; pass its values"
+        elif tensor.device.type == "meta":
+            reason = "is on the meta device and has no values; omit it"
+        else:
+            continue
+        raise TypeError(f"{what}: a tensor of shape {tuple(tensor.shape)} {reason}")
 
     def build(copies: list[Tensor]) -> Any:
         done = list(leaves)

@@ -92,8 +92,7 @@ def settled(grads: Named, parameters: Named, ranks: Ranks | None, caller: str) -
     kept = [p for p in parameters.tensors if p.grad is not None]
     if ranks is not None:
         return Named(grads.names, settle(grads, kept, ranks.timeout, caller))
-    placed = [placed_like(*each, caller) for each in zip(*grads, kept, strict=True)]
-    return Named(grads.names, placed)
+    return Named(grads.names, [placed_like(*each, caller) for each in zip(*grads, kept, strict=True)])
 
 
 def over_ranks(
@@ -101,17 +100,10 @@ def over_ranks(
     parameters: Named,
     caller: str,
     measured: Callable[[Ranks | None], Stats],
-    *,
-    schema: Schema = TENSORS,
-    fingerprint: bool = False,
-    **arguments: Any,
+    **options: Any,
 ) -> Stats:
     """Return the stats that ``measured`` returns, merged over the ranks; see `over_ranks_with`."""
-    options: dict[str, Any] = {"schema": schema, "fingerprint": fingerprint, **arguments}
-    stats, _, _ = over_ranks_with(
-        reduce, parameters, caller, lambda ranks: (measured(ranks), None), **options
-    )
-    return stats
+    return over_ranks_with(reduce, parameters, caller, lambda ranks: (measured(ranks), None), **options)[0]
 
 
 def over_ranks_with(
@@ -134,22 +126,19 @@ def over_ranks_with(
         parameters: all tensors on which the ranks agree.
         caller: the name of the calling function, the same on all ranks.
         measured: returns the stats of this rank, of the schema, and any other value.
-        schema: the schema of the stats.
+        schema: of the stats.
         fingerprint: whether they have fingerprints.
         arguments: those of the caller's that must be the same on all ranks; None stands for none.
 
-    Returns:
-        the merged stats, the other value, and the ranks; None if the stats are not merged.
+    Returns the merged stats, the other value, and the ranks; None if the stats are not merged.
     """
     if reduce is None:
         reduce = _any_dtensor(parameters)
     ranks = given_ranks(reduce, caller)
     sharding = sharding_here(*parameters)
     if ranks is None and reduce and sharding is not None:
-        devices = [p.device for p in parameters.tensors]
-        ranks = implicit_ranks_for(
-            sharding, next((device for device in devices if device.type != "cpu"), None)
-        )
+        home = next((p.device for p in parameters.tensors if p.device.type != "cpu"), None)
+        ranks = implicit_ranks_for(sharding, home)
     if ranks is None:
         if torch.compiler.is_compiling() and is_active() and _any_dtensor(parameters):
             sharding = UNKNOWN
@@ -182,8 +171,7 @@ def measure(
 ) -> TensorStats:
     """Measure named tensors as `collect` does; ``caller`` names the caller in error messages."""
     if not isinstance(thresholds, Thresholds):
-        msg = f"{caller}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
-        raise TypeError(msg)
+        raise TypeError(f"{caller}: thresholds must be gm.Thresholds(...), got {thresholds!r}")
     named = local_shards(named, caller)
     names, tensors = named
     plan = ops.recognize(tensors)
@@ -280,11 +268,8 @@ def _check_scale(inv_scale: Tensor | float | None, caller: str) -> None:
             return
     elif isinstance(inv_scale, (int, float)) and 0 < inv_scale <= sys.float_info.max:
         return
-    msg = (
-        f"{caller}: inv_scale must be a positive finite number, such as 1 / scaler.get_scale(), "
-        f"or a one-element floating-point tensor, got {describe(inv_scale)}"
-    )
-    raise ValueError(msg)
+    msg = f"{caller}: inv_scale must be a positive finite number, such as 1 / scaler.get_scale(), "
+    raise ValueError(msg + f"or a one-element floating-point tensor, got {describe(inv_scale)}")
 
 
 def _on(scale: Tensor | float | None, device: torch.device) -> Tensor | None:

@@ -150,12 +150,9 @@ class NamedStats(Generic[R]):
         tensor([3., 3.], dtype=torch.float64)
         """
         named = None if model is None else named_parameters(model, "group")
-        grouped = self._grouped(
-            {
-                group: grouping.members(self.names, group, rule, named)
-                for group, rule in grouping.pairs_of(rules)
-            }
-        )
+        pairs = grouping.pairs_of(rules)
+        rows = {group: grouping.members(self.names, group, rule, named) for group, rule in pairs}
+        grouped = self._grouped(rows)
         # a group exists even if none of its rows was measured
         if grouped.origin is None:
             return grouped
@@ -228,12 +225,10 @@ class NamedStats(Generic[R]):
             TypeError: if ``other`` is not of the same class.
         """
         if type(other) is not type(self):
-            msg = f"merge: expected {type(self).__name__}, got {type(other).__name__}"
-            raise TypeError(msg)
+            raise TypeError(f"merge: expected {type(self).__name__}, got {type(other).__name__}")
         if self.names != other.names:
             difference = _difference(self.names, other.names)
-            msg = f"merge: the two stats must have the same names in the same order; {difference}"
-            raise ValueError(msg)
+            raise ValueError(f"merge: the two stats must have the same names in the same order; {difference}")
         if (self.origin is None) != (other.origin is None):
             msg = "merge: one of the two is of this rank only, and the other of all ranks; reduce both first"
             raise ValueError(msg)
@@ -325,8 +320,7 @@ class NamedStats(Generic[R]):
     ) -> R:
         """Return the report of columns on the host; ``more`` begins with the result of `_more_to_pack`."""
         del more
-        report: Any = report_of(self.schema, names, columns, ranks=ranks, is_local=self.is_local)
-        return report  # type: ignore[no-any-return]
+        return report_of(self.schema, names, columns, ranks=ranks, is_local=self.is_local)  # type: ignore[return-value]
 
     def _with(self, columns: Tensor, **changes: Any) -> Self:
         """Return stats with other columns, and what depends on them anew."""

@@ -116,14 +116,12 @@ def _counted(named: Named, ranks: Ranks | None) -> list[Tensor]:
 def _norm_in_range(x: Tensor, order: float) -> Tensor:
     """Return torch's norm, computed so that no power leaves the range of fp64, as 1e35 to the tenth would."""
     if math.inf in {order, -order}:
-        exact: Tensor = vector_norm(x, order)
-        return exact
+        return vector_norm(x, order)  # type: ignore[no-any-return]
     # in units of the element that dominates
     size = x.abs()
     unit = size.amax() if order > 0.0 else size.amin()
     unit = torch.where((unit > 0.0) & (unit < math.inf), unit, 1.0)
-    norm: Tensor = vector_norm(size / unit, order) * unit
-    return norm
+    return vector_norm(size / unit, order) * unit  # type: ignore[no-any-return]
 
 
 def _wide(tensor: Tensor) -> Iterator[Tensor]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from gradiometer.stats.text_table import Table
 
+_SUPERSCRIPTS: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NOTES: Final = (
     "ok: nothing is lost   a → b ×2ⁿ: % lost as it is → % lost when multiplied by 2ⁿ before the cast",  # noqa: RUF001
     "lost: rounded to 0 (↓), or beyond the largest number (↑)",
@@ -158,11 +159,7 @@ class PrecisionReport(TableReport[PrecisionRow]):
         return found, own + [f"{form}.{field.name}" for form in self.formats for field in fields(FormatFit)]
 
     def to_string(self, max_rows: int | None = 40) -> str:
-        """Return the table that ``print`` shows: tensors that lose most, at their best scales, first.
-
-        Args:
-            max_rows: maximum number of tensors; None for all.
-        """
+        """Return the table that ``print`` shows: ``max_rows`` tensors that lose most at their best scale."""
         return super().to_string(max_rows)
 
     def ordered(self) -> list[PrecisionRow]:
@@ -226,11 +223,8 @@ def _fit(fit: FormatFit, numel: int) -> str:
     if fit.best_scale == 1:
         return f"{before}{signs}"
     after = text_table.percent((fit.n_flushed_scaled + fit.n_overflowed_scaled) / numel)
-    return f"{before}{signs} → {after} ×2{_superscript(round(math.log2(fit.best_scale)))}"  # noqa: RUF001
-
-
-def _superscript(n: int) -> str:
-    return str(n).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    power = str(round(math.log2(fit.best_scale))).translate(_SUPERSCRIPTS)
+    return f"{before}{signs} → {after} ×2{power}"  # noqa: RUF001
 
 
 def _left_aligned(cells: list[Sequence[str]], first: int) -> list[tuple[str, ...]]:

@@ -195,9 +195,7 @@ class Report(HealthValues[float, bool], TableReport[TensorReport]):
     def by_module(self, depth: int | None = None) -> ModuleReports:
         """Merge tensors by module: module name -> `Report` of the tensors below it.
 
-        Args:
-            depth: number of levels down from the root; None for the modules that own the tensors.
-                Tensors that the root itself owns are in ``""``.
+        ``depth``: as for `TensorStats.by_module`.
 
         >>> import torch, gradiometer as gm
         >>> report = gm.collect({"mlp.0.w": torch.ones(9), "mlp.1.w": torch.ones(16)}).materialize()
@@ -205,24 +203,21 @@ class Report(HealthValues[float, bool], TableReport[TensorReport]):
         >>> mlp.total_norm, mlp.min_norm, mlp.max_norm, mlp.total.mean
         (5.0, 3.0, 4.0, 1.0)
         """
-        return ModuleReports(
-            {
-                module: Report(
-                    tuple(self.names[i] for i in indices),
-                    self._columns[indices],
-                    flags=self._flags[indices],
-                    thresholds=self.thresholds,
-                    skip_nonfinite=self.skip_nonfinite,
-                    ranks=self._ranks_of([self.names[i] for i in indices]),
-                    is_local=self.is_local,
-                    fingerprints=None if self._fingerprints is None else self._fingerprints[indices],
-                )
-                for module, indices in grouping.by_module(self.names, depth).items()
-            }
-        )
-
-    def _ranks_of(self, names: list[str]) -> dict[str, int] | None:
-        return {name: self.ranks[name] for name in names if name in self.ranks} if self.is_reduced else None
+        found = {}
+        for module, rows in grouping.by_module(self.names, depth).items():
+            names = tuple(self.names[i] for i in rows)
+            ranks = {name: self.ranks[name] for name in names if name in self.ranks}
+            found[module] = Report(
+                names,
+                self._columns[rows],
+                flags=self._flags[rows],
+                thresholds=self.thresholds,
+                skip_nonfinite=self.skip_nonfinite,
+                ranks=ranks if self.is_reduced else None,
+                is_local=self.is_local,
+                fingerprints=None if self._fingerprints is None else self._fingerprints[rows],
+            )
+        return ModuleReports(found)
 
     def worst_first(self) -> list[TensorReport]:
         """Return the tensors, worst first.

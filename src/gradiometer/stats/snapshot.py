@@ -68,10 +68,8 @@ class Snapshot(Float64Module):
             raise ValueError(msg)
         self.step = round(1 / sample)
         if abs(self.step * sample - 1) > 1e-9:
-            msg = (
-                f"Snapshot(sample={sample!r}): sample must be 1, or 1 divided by an integer; the nearest is "
-            )
-            raise ValueError(msg + f"1/{self.step}")
+            msg = f"Snapshot(sample={sample!r}): sample must be 1, or 1 divided by an integer; "
+            raise ValueError(msg + f"the nearest is 1/{self.step}")
         named = named_parameters(model, "Snapshot")
         if isinstance(model, nn.Module):
             named = present(named.names, [p if p.requires_grad else None for p in named.tensors])
@@ -154,11 +152,7 @@ class Snapshot(Float64Module):
         now = [(x.shape, x.device) for x in weights.tensors]
         then = [(shape, x.device) for shape, x in zip(self._shapes, kept, strict=True)]
         if now != then:
-            name, here, there = next(
-                (name, here, there)
-                for name, here, there in zip(weights.names, now, then, strict=True)
-                if here != there
-            )
+            name, here, there = next(x for x in zip(weights.names, now, then, strict=True) if x[1] != x[2])
             text = [f"{tuple(shape)} on {device}" for shape, device in (here, there)]
             msg = f"{what}: {name!r} is {text[0]}, but was {text[1]} in the snapshot; take a new one: "
             raise ValueError(msg + "gm.Snapshot(model)")

@@ -40,33 +40,12 @@ def flag_names(bits: int) -> tuple[str, ...]:
     return tuple([str(flag.name) for flag in Flag(bits)])
 
 
-def report_of(
-    schema: Schema,
-    names: tuple[str, ...],
-    columns: Tensor,
-    *,
-    flags: Tensor | None = None,
-    thresholds: Thresholds = DEFAULT_THRESHOLDS,
-    fingerprints: Tensor | None = None,
-    ranks: Mapping[str, int] | None = None,
-    is_local: bool = False,
-) -> TableReport[Any]:
+def report_of(schema: Schema, names: tuple[str, ...], columns: Tensor, **options: Any) -> TableReport[Any]:
     """Return the report of columns on the host: that of their schema, such as `Report`, or a `TableReport`.
 
-    ``columns`` are ``(T, C)``, ``flags`` ``(T,) int32`` and ``fingerprints`` ``(T, 3) int64``. Without flags
-    the report shows none, but `Report` computes them. ``ranks`` are None if the statistics are not those of
-    all ranks; for the others see `TableReport`.
+    ``options`` are those of `TableReport`.
     """
-    return _CLASSES.get(schema, TableReport)(
-        names,
-        columns,
-        schema=schema,
-        flags=flags,
-        thresholds=thresholds,
-        fingerprints=fingerprints,
-        ranks=ranks,
-        is_local=is_local,
-    )
+    return _CLASSES.get(schema, TableReport)(names, columns, schema=schema, **options)
 
 
 class TableReport(Mapping[str, Row]):
@@ -105,7 +84,12 @@ class TableReport(Mapping[str, Row]):
         ranks: Mapping[str, int] | None = None,
         is_local: bool = False,
     ) -> None:
-        """Create a report of columns on the host; the arguments are those of `report_of`."""
+        """Create a report of columns on the host.
+
+        ``columns`` are ``(T, C)``, ``flags`` ``(T,) int32`` and ``fingerprints`` ``(T, 3) int64``. Without
+        flags the report shows none, but `Report` computes them. ``ranks`` are None if the statistics are not
+        those of all ranks.
+        """
         if schema is not None and schema is not getattr(type(self), "schema", None):
             self.schema = schema
         self.names = names
@@ -180,8 +164,7 @@ class TableReport(Mapping[str, Row]):
         try:
             return self._by_name[name]
         except KeyError:
-            msg = f"no {self._noun} {name!r} in this report; see report.names"
-            raise KeyError(msg) from None
+            raise KeyError(f"no {self._noun} {name!r} in this report; see report.names") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -204,8 +187,7 @@ class TableReport(Mapping[str, Row]):
     def flagged(self, flag: Flag) -> list[str]:
         """Return the names of rows with any of the given flags, in order; none if the report has no flags."""
         if not isinstance(flag, Flag):
-            msg = f"flagged: flag must be a gm.Flag, such as gm.Flag.NAN, got {flag!r}"
-            raise TypeError(msg)
+            raise TypeError(f"flagged: flag must be a gm.Flag, such as gm.Flag.NAN, got {flag!r}")
         # as an int: an IntFlag would create an object for each result
         mask = int(flag)
         return list(compress(self.names, [bits & mask for bits in self._bits]))
@@ -269,11 +251,7 @@ class TableReport(Mapping[str, Row]):
     # the printed table
 
     def to_string(self, max_rows: int | None = 20) -> str:
-        """Return the table that ``print`` shows.
-
-        Args:
-            max_rows: maximum number of rows; None for all.
-        """
+        """Return the table that ``print`` shows, with ``max_rows`` rows at most; None: all."""
         return text_table.text(self.table(max_rows)) if self.names else self._nothing
 
     def __str__(self) -> str:
@@ -308,14 +286,9 @@ class TableReport(Mapping[str, Row]):
         return self.rows()
 
     def table(self, max_rows: int | None = 20) -> Table:
-        """Return the printed table as text cells.
-
-        Args:
-            max_rows: maximum number of rows; None for all.
-        """
+        """Return the printed table as text cells, with ``max_rows`` rows at most; None: all."""
         if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 0):
-            msg = f"max_rows must be a non-negative integer, or None for all, got {max_rows!r}"
-            raise ValueError(msg)
+            raise ValueError(f"max_rows must be a non-negative integer, or None for all, got {max_rows!r}")
         ordered: list[Any] = self.ordered()
         shown = ordered if max_rows is None else ordered[:max_rows]
         rest = ordered[len(shown) :]
@@ -371,7 +344,6 @@ def frame(rows: Mapping[str, Mapping[str, Any]], index: str, names: list[str]) -
     try:
         import pandas as pd  # optional, and slow to import
     except ImportError as error:
-        msg = "to_frame needs pandas: pip install 'gradiometer[frame]'"
-        raise ImportError(msg) from error
+        raise ImportError("to_frame needs pandas: pip install 'gradiometer[frame]'") from error
     labels = pd.Index(list(rows), name=index, dtype="object")
     return pd.DataFrame(list(rows.values()), index=labels, columns=names)

@@ -148,8 +148,7 @@ class Taps(Float64Module):
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
-            msg = f"Taps: pass a torch.nn.Module, got {describe(model)}"
-            raise TypeError(msg)
+            raise TypeError(f"Taps: pass a torch.nn.Module, got {describe(model)}")
         model = unwrapped(model)
         modules = {name: module for name, module in model.named_modules() if module is not model}
         selected: dict[str, None] = {}
@@ -167,14 +166,11 @@ class Taps(Float64Module):
         given = [names] if isinstance(names, str) else list(names)
         self.names = (*[f"{name}.out" for name in tapped], *given)
         if not self.names:
-            msg = (
-                'Taps: nothing to measure; pass patterns, such as {"mlp": r"\\.mlp$"}, or the names of calls '
-            )
-            raise ValueError(msg + "of gm.tap")
+            msg = 'Taps: nothing to measure; pass patterns, such as {"mlp": r"\\.mlp$"}, or the names '
+            raise ValueError(msg + "of calls of gm.tap")
         twice = [name for name in self.names if self.names.count(name) > 1]
         if twice:
-            msg = f"Taps: the name {twice[0]!r} appears twice"
-            raise ValueError(msg)
+            raise ValueError(f"Taps: the name {twice[0]!r} appears twice")
         device = next((x.device for x in (*model.parameters(), *model.buffers())), torch.device("cpu"))
         for name in ("values", "grads"):
             self.register_buffer(name, ops.new_store(len(self.names), device), persistent=False)
@@ -204,8 +200,7 @@ class Taps(Float64Module):
         given = {Cursor.EVERY: ("every", every), Cursor.STEP: ("step", step)}
         for name, value in given.values():
             if value is not None and (type(value) is not int or not 0 <= value < 2**53):
-                msg = f"Taps({name}={describe(value)}): {name} must be an integer, at least 0"
-                raise ValueError(msg)
+                raise ValueError(f"Taps({name}={describe(value)}): {name} must be an integer, at least 0")
         for place, (_, value) in given.items():
             if value is not None:
                 self.cursor[place].fill_(value)
@@ -281,8 +276,7 @@ class Taps(Float64Module):
         """Raise a TypeError that begins with ``what``, unless the value can be measured."""
         reason = _refusal(x, self.cursor)
         if reason is not None:
-            msg = f"{what} {reason}"
-            raise TypeError(msg)
+            raise TypeError(f"{what} {reason}")
 
     def measure(self, x: Tensor, row: int, channel_dim: int) -> Tensor:
         """Return ``x``, measured as in `tap`, in a row of `names`."""
