@@ -82,9 +82,8 @@ class Frame:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, without the curves."""
-        values = {
-            name: x for name, x in vars(self).items() if name != "report" and not name.endswith("_curve")
-        }
+        left_out = {"report", "loss_curve", "norm_curve"}
+        values = {name: x for name, x in vars(self).items() if name not in left_out}
         values["findings"] = [finding.to_dict() for finding in self.findings]
         values["worst"] = {} if self.report is None else plain(self.report, _IN_JSON)["tensors"]
         return values

@@ -141,9 +141,8 @@ def _put_in_an_inf(training: Training, run: _Run, monitor: gm.Monitor, checks: _
     found = f"weights and moments are {'unchanged, bit by bit' if same else 'CHANGED'}"
     checks.add("its update is skipped", found, ok=same)
     finite = sum(not r.total("n_nonfinite") for r in after)
-    checks.add(
-        "training continues", f"{finite} of the next {len(after)} steps are finite", ok=finite == len(after)
-    )
+    found = f"{finite} of the next {len(after)} steps are finite"
+    checks.add("training continues", found, ok=finite == len(after))
 
 
 def _raise_the_learning_rate(training: Training, run: _Run, monitor: gm.Monitor, checks: _Checks) -> None:
