@@ -19,7 +19,7 @@ import gradiometer as gm
 from gradiometer.columns import TENSORS
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import RunError, parquet, read_run, writer
-from gradiometer.runs.directory import is_locked
+from gradiometer.runs.directory import is_at
 from gradiometer.runs.format import fields_of
 from gradiometer.runs.journal import list_journals
 from gradiometer.runs.writer import RunRecord
@@ -130,7 +130,7 @@ def test_a_removed_folder_is_made_again_and_the_run_goes_on(tmp_path, caplog, re
         # the lock is held again
         with pytest.raises(RunError, match="is already being written by this process"):
             open_run(run_dir, CATALOG)
-        assert is_locked(run_dir, sink._lock)
+        assert is_at(run_dir / ".lock", sink._lock)
         run = read_run(run_dir)
         assert [s for s in run.steps["step"].to_pylist() if s >= 20] == list(range(20, 45))
         assert run.findings == [finding()]
