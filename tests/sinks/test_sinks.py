@@ -253,7 +253,7 @@ def test_what_is_not_finite_is_a_word_that_float_takes_back(tmp_path):
 
 
 def test_findings_are_in_the_line_of_their_step(tmp_path):
-    seen = finding(7)
+    seen = finding(7, value=math.nan)
     sink = write(tmp_path / "run", records(10), [seen], every=5)
     sink.write(records(10, first=10), [replace(seen, last_step=12, count=6)])
     sink.close()

@@ -351,8 +351,8 @@ def doctor(found: Doctor) -> RenderableType:
     for name, package in found.packages.items():
         have = package["version"]
         how = "" if have else f"pip install 'gradiometer[{package['extra']}]'"
-        version = text((have or "missing", "green" if have else "dim"))
-        packages.add_row(text(name), version, package["use"], text(how))
+        shown = text((have or "missing", "green" if have else "dim"))
+        packages.add_row(text(name), shown, package["use"], text(how))
     problems: list[RenderableType] = [text(("no problem found", "green"))]
     if found.problems:
         n = len(found.problems)
