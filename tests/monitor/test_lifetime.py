@@ -166,8 +166,9 @@ def test_a_copy_of_a_watched_scaler_has_its_own_step(copied):
 def test_monitors_of_one_scaler_may_close_in_any_order():
     model, scaler = model_of(), torch.amp.GradScaler("cpu", init_scale=2.0)
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in model]
-    pairs = zip(model, optimizers, strict=True)
-    monitors = [gm.watch(*pair, scaler=scaler, rules=()) for pair in pairs]
+    monitors = [
+        gm.watch(layer, x, scaler=scaler, rules=()) for layer, x in zip(model, optimizers, strict=True)
+    ]
     monitors[0].close()
     scaler.scale(model(torch.ones(2, 256)).sum()).backward()
     for optimizer in optimizers:
