@@ -169,6 +169,20 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
 
 
 @pytest.fixture
+def refused(call: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Return a function that runs a command that must fail, and returns its error, which is one line."""
+    from gradiometer.cli import Exit
+
+    def refused(*arguments: object, code: int = Exit.UNREADABLE) -> str:
+        found, out, err = call(*arguments)
+        assert (found, out, err.count("\n")) == (code, "", 1), err
+        assert err.startswith("gradiometer: ")
+        return err
+
+    return refused
+
+
+@pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Return a set: writes of a run's files whose names contain one of its words fail, as on a full disk."""
     from support.synthetic_run import fail_writes

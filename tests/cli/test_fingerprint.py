@@ -34,19 +34,6 @@ def call(call, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def refused(call):
-    """Call a command that must fail, and return its error, which is one line."""
-
-    def refused(*arguments, code=Exit.UNREADABLE):
-        found, out, err = call(*arguments)
-        assert (found, out, err.count("\n")) == (code, "", 1), err
-        assert err.startswith("gradiometer: ")
-        return err
-
-    return refused
-
-
-@pytest.fixture
 def state():
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).bfloat16()
     return model.state_dict() | {"mask": torch.tensor([True, False, True])}

@@ -44,16 +44,13 @@ def test_it_prints_the_address_and_serves_until_ctrl_c(run, as_json):
     assert process.returncode == Exit.INTERRUPTED
 
 
-def test_a_port_in_use_and_no_run_are_one_line(run, tmp_path, call):
+def test_a_port_in_use_and_no_run_are_one_line(run, tmp_path, call, refused):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        code, _, err = call("serve", run, "--port", port)
-    assert code == Exit.UNREADABLE
+        err = refused("serve", run, "--port", port)
     assert f"port {port} of 127.0.0.1 cannot be used" in err
     assert "pass another --port, or none" in err
-    code, _, err = call("serve", tmp_path / "none")
-    assert code == Exit.UNREADABLE
-    assert "no such folder" in err
+    assert "no such folder" in refused("serve", tmp_path / "none")
     assert call("serve", run, "--port", "70000")[0] == Exit.USAGE

@@ -115,9 +115,8 @@ torch.ops.gradiometer.tensor_stats.default
 def test_a_package_that_imports_it_when_it_is_run_gets_everything(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("import gradiometer")
-    (tmp_path / "mine" / "__main__.py").write_text(
-        "import gradiometer; print('Monitor' in vars(gradiometer))"
-    )
+    code = "import gradiometer; print('Monitor' in vars(gradiometer))"
+    (tmp_path / "mine" / "__main__.py").write_text(code)
 
     assert process("-m", "mine", PYTHONPATH=f"{SOURCE}{os.pathsep}{tmp_path}").stdout == "True\n"
 

@@ -19,11 +19,10 @@ from rich.console import Console
 from gradiometer.cli import watch
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs.reader import read_run
+from support.findings import finding
 from support.synthetic_run import STARTED, edit_info, write_run
 
-CULPRIT = Finding(
-    "nonfinite", Severity.ERROR, 15, 15, "grads", "blocks.0.weight", 3.0, 0.0, "3 NaN", "skip it"
-)
+CULPRIT = finding(15, message="3 NaN", advice="skip it")
 MINOR = Finding("mine", Severity.INFO, 18, 19, "grads", "blocks.1.bias", 1.0, 1.0, "all zeros", "", count=2)
 
 
@@ -67,9 +66,8 @@ def test_a_frame_fits_the_terminal(run, width, height, fault):
     assert len(lines) < height
     assert max(map(len, lines)) <= width
     assert any("3 NaN" in line for line in lines)
-    assert sum(line.startswith("blocks.") for line in lines) == max(
-        0, min(20, height - 12 - (fault is not None))
-    )
+    rows = height - 12 - (fault is not None)
+    assert sum(line.startswith("blocks.") for line in lines) == max(0, min(20, rows))
 
 
 def test_a_frame_tells_what_matters(run):
@@ -210,9 +208,7 @@ def test_where_nothing_is_new_nothing_is_read(run, monkeypatch):
     read, shown = [], []
     real_look, real_render = watch.look, watch.render
     monkeypatch.setattr(watch, "look", lambda *args: (read.append(1), real_look(*args))[1])
-    monkeypatch.setattr(
-        watch, "render", lambda seen, *size: (shown.append(seen), real_render(seen, *size))[1]
-    )
+    monkeypatch.setattr(watch, "render", lambda *args: (shown.append(args[0]), real_render(*args))[1])
     more = _Acts(lambda: None, lambda: None, lambda: write_run(run.path, steps=5, first=20))
     monkeypatch.setattr(watch.time, "sleep", more)
     clock = iter(range(2_000_000_000, 2_000_000_100, 10))

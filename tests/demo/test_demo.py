@@ -149,9 +149,8 @@ def test_a_quiet_learning_rate_is_no_explosion_and_fails(run, monkeypatch):
 def test_a_host_sync_and_a_recompile_in_the_step_are_counted():
     backend = training.Backend("aot_eager")
     made = training.Training(torch.device("cpu"), 0)
-    compiled = torch.compile(
-        lambda x: x * 2 + len(x.nonzero()), fullgraph=True, backend=backend, dynamic=False
-    )
+    compiling = torch.compile(fullgraph=True, backend=backend, dynamic=False)
+    compiled = compiling(lambda x: x * 2 + len(x.nonzero()))
     lengths = iter((2, 3, 3))
     found = demo._Checks()
 

@@ -24,9 +24,7 @@ def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loop, step, recorded, updated, inside, bits, ranks = blocks("README.md")
     scope = execute(loop)
-    (table,) = re.findall(
-        r"```text\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
-    )
+    (table,) = blocks("README.md", "text")
     assert close(capsys.readouterr().out, table)
     # eager mode gives the same result
     eager = copy.deepcopy({name: scope[name] for name in ("model", "batches")}) | {"torch": torch, "gm": gm}
@@ -67,6 +65,13 @@ def test_the_page_on_statistics_runs_and_says_what_it_prints(capsys):
         value = eval(code, scope)  # noqa: S307
         if comment.strip().startswith("tensor("):
             assert str(value) == comment.strip()
+
+
+def test_the_page_on_activations_runs_and_says_what_it_prints(capsys):
+    page = "docs/how-to/activations.md"
+    for block, said in zip(blocks(page), blocks(page, "text"), strict=True):
+        execute(block)["taps"].remove()
+        assert capsys.readouterr().out == said
 
 
 def close(one, other):

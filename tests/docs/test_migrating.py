@@ -302,9 +302,8 @@ def test_clipping_by_value(value):
 
 def summary_of(run):
     # a second watched model in the process has its own prefix
-    return {
-        re.sub(r"^gradients/graph_\d+", "gradients/", key): value for key, value in dict(run.summary).items()
-    }
+    summary = dict(run.summary).items()
+    return {re.sub(r"^gradients/graph_\d+", "gradients/", key): value for key, value in summary}
 
 
 def logged(block, spoil=None):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from support.pages import blocks, execute, text
+from support.pages import blocks, execute
 
 PAGE = "docs/how-to/precision.md"
 
@@ -17,7 +15,7 @@ def test_the_page_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, *others = blocks(PAGE)
     scope = execute(first)
-    (table,) = re.findall(r"```text\n(.*?)```", text(PAGE), flags=re.DOTALL)
+    (table,) = blocks(PAGE, "text")
     printed, said = capsys.readouterr().out.splitlines(), table.splitlines()
     assert len(printed) == len(said)
     rows = [{line.split()[0]: line.split() for line in lines[3:-4]} for lines in (printed, said)]

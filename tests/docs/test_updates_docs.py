@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from support.pages import blocks, execute, text
+from support.pages import blocks, execute
 
 PAGE = "docs/how-to/updates.md"
 
@@ -21,7 +21,7 @@ def numbers(table):
 def test_the_page_runs_and_says_what_it_prints(capsys):
     first, *others = blocks(PAGE)
     scope = execute(first)
-    (table,) = re.findall(r"```text\n(.*?)```", text(PAGE), flags=re.DOTALL)
+    (table,) = blocks(PAGE, "text")
     for printed, said in zip(numbers(capsys.readouterr().out), numbers(table), strict=True):
         # the steps of a few elements depend on the rounding of the processor
         assert printed == (said if isinstance(said, str) else pytest.approx(said, rel=0.1, abs=0.02))

@@ -213,12 +213,12 @@ def test_what_a_signal_handler_raises_ends_the_training(tmp_path, monkeypatch, p
     replace, close = Path.replace, Monitor.close
     calls = []
     with time_limit() as interrupted:
+
+        def saved(self, to):
+            return interrupted() if to.name == STATE_NAME else replace(self, to)
+
         if place == "save":
-            monkeypatch.setattr(
-                Path,
-                "replace",
-                lambda self, to: interrupted() if to.name == STATE_NAME else replace(self, to),
-            )
+            monkeypatch.setattr(Path, "replace", saved)
         elif place == "load":
             monkeypatch.setattr("gradiometer.integrations.huggingface.open_file", interrupted)
         elif place == "close":
@@ -296,9 +296,8 @@ def test_quantized_and_frozen_weights_are_no_obstacle(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=1)
     model = trainer.model
     model.transformer.wpe.weight.requires_grad_(False)
-    model.register_parameter(
-        "codes", torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
-    )
+    codes = torch.zeros(3, dtype=torch.uint8)
+    model.register_parameter("codes", torch.nn.Parameter(codes, requires_grad=False))
     _, sink = watched(trainer)
     trainer.train()
     (record,) = sink.records

@@ -48,9 +48,8 @@ def make_module(package=pl, **methods):
 
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [
-                {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
-            ]
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
         def configure_gradient_clipping(self, optimizer, **kwargs):
             self.before.append(norm(self))
@@ -430,9 +429,8 @@ def test_a_change_between_two_steps_is_no_update(tmp_path):
     module = make_module()
     fit(module, tmp_path, [callback, Halving()])
     assert callback.monitor.failures == {}
-    assert [(x.tensor, x.first_step) for x in callback.monitor.findings] == [
-        (next(name for name, _ in module.named_parameters()), 3)
-    ]
+    name, _ = next(module.named_parameters())
+    assert [(x.tensor, x.first_step) for x in callback.monitor.findings] == [(name, 3)]
 
 
 def test_after_the_training_nothing_of_the_monitor_is_left(tmp_path, monkeypatch):

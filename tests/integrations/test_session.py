@@ -106,11 +106,8 @@ def test_a_hook_that_fails_is_the_last(caplog):
     callback.hook()
     callback.hook()
     assert callback.calls == 1
-    assert len(caplog.records) == 1
-    assert (
-        caplog.records[0].getMessage()
-        == "it: AttributeError: no such attribute; training continues without the monitor"
-    )
+    said = "it: AttributeError: no such attribute; training continues without the monitor"
+    assert [record.getMessage() for record in caplog.records] == [said]
 
 
 class Holder:
@@ -122,19 +119,15 @@ class Holder:
         self._session.record()
 
 
+def begin(session, state=None):
+    session.begin(nn.Linear(2, 1), scaler=None, step=0, state=state)
+
+
 STATE = {"step": 0, "every": 1, "black_box": {}, "rules": {}, "findings": []}
 PLACES = {
-    "begin": (Monitor, "set_driver", lambda s: s.begin(nn.Linear(2, 1), scaler=None, step=0, state=None)),
-    "resume": (
-        Monitor,
-        "load_state_dict",
-        lambda s: s.begin(nn.Linear(2, 1), scaler=None, step=0, state=STATE),
-    ),
-    "ranks": (
-        distributed,
-        "rendezvous",
-        lambda s: s.begin(nn.Linear(2, 1), scaler=None, step=0, state=None),
-    ),
+    "begin": (Monitor, "set_driver", begin),
+    "resume": (Monitor, "load_state_dict", lambda s: begin(s, STATE)),
+    "ranks": (distributed, "rendezvous", begin),
     "hook": (Monitor, "record", lambda s: Holder(s).hook()),
     "checkpoint": (Monitor, "state_dict", Session.state_dict),
     "end": (Monitor, "close", Session.end),
@@ -165,9 +158,8 @@ def test_what_a_signal_handler_raises_is_for_the_program(place, monkeypatch, cap
     session.end(caught.value)
     assert session.monitor.closed
     assert not session.running
-    assert [(fault.reason, fault.message) for fault in sink.faults] == [
-        ("exception", "TimeoutError: the time is up")
-    ]
+    (fault,) = sink.faults
+    assert (fault.reason, fault.message) == ("exception", "TimeoutError: the time is up")
 
 
 def test_after_the_end_the_model_is_free():

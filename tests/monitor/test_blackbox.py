@@ -7,12 +7,10 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +26,7 @@ from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.first_nonfinite import FirstNonfinite, amount, first_nonfinite, first_nonfinite_text
 from gradiometer.sinks import Console, JSONLines
+from support.processes import python
 from support.recording import record_of
 from support.watching import handled
 
@@ -444,6 +443,7 @@ exec(sys.argv[1])
 """
 
 
+LEFT_OPEN = "exit | the process ended before the monitor was closed | 3"
 TERMINATED_AT_EXIT = """
 import time
 said = Prints.fault
@@ -463,26 +463,13 @@ sys.exit(4)
         ("1 / 0", 1, "exception | ZeroDivisionError: division by zero | 3"),
         pytest.param("os.kill(os.getpid(), signal.SIGTERM)", 143, "SIGTERM |  | 3", marks=pytest.mark.deep),
         ("os.kill(os.getpid(), signal.SIGHUP)", 129, "SIGHUP |  | 3"),
-        pytest.param(
-            "sys.exit(4)",
-            4,
-            "exit | the process ended before the monitor was closed | 3",
-            marks=pytest.mark.deep,
-        ),
+        pytest.param("sys.exit(4)", 4, LEFT_OPEN, marks=pytest.mark.deep),
         # torchrun ends all ranks like this after one has failed
-        (TERMINATED_AT_EXIT, 4, "exit | the process ended before the monitor was closed | 3"),
+        (TERMINATED_AT_EXIT, 4, LEFT_OPEN),
     ],
 )
 def test_the_end_of_a_process_closes_what_was_left_open(end, code, fault):
-    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, end],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-        check=False,
-        timeout=300,
-    )
+    done = python("-c", SCRIPT, end)
     assert done.returncode == code, done.stderr
     assert "Exception ignored" not in done.stderr
     lines = done.stdout.splitlines()

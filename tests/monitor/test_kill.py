@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +17,8 @@ from conftest import PROFILE
 from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.verify import verify
 from support.killing import loss_of
+from support.processes import PATH
 
-ROOT = Path(__file__).parents[2]
 DEEP = PROFILE == "deep"
 RUNS, KILLS = 12 if DEEP else 5, 12
 # kills of trainings with the defaults; for how many seconds they train; and how many seconds before the kill
@@ -34,10 +33,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.fixture(scope="module")
 def victim():
     """Return a function that trains in a process, kills it, and returns what it had reported."""
-    script = [sys.executable, str(ROOT / "tests/support/killing.py")]
+    script = [sys.executable, "-m", "support.killing"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    with subprocess.Popen(script, text=True, env=os.environ | {"PYTHONPATH": path}, **pipes) as process:
+    with subprocess.Popen(script, text=True, env=os.environ | PATH, **pipes) as process:
 
         def kill(run, **order):
             process.stdin.write(json.dumps({"run": str(run)} | order) + "\n")

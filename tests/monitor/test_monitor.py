@@ -25,7 +25,7 @@ from gradiometer.monitor import pipeline, ring_reader
 from gradiometer.monitor.monitor import Monitor
 from gradiometer.runs.reader import read_run
 from support.transfers import count_transfers
-from support.watching import Stateless
+from support.watching import Counter, Stateless
 
 
 class SlowCopies:
@@ -695,37 +695,28 @@ def test_a_forked_process_leaves_it_alone():
     assert recorded(seen) == [0, 1, 2]
 
 
-class Remembers:
-    name = "remembers"
-
-    def __init__(self):
-        self.total = 0
+class Adds(Counter):
+    """Adds up the numbers of the steps."""
 
     def check(self, record):
-        self.total += record.step
+        self.seen += record.step
         return []
-
-    def state_dict(self):
-        return {"total": self.total}
-
-    def load_state_dict(self, state):
-        self.total = state["total"]
 
 
 def test_state_to_resume():
     model = small()
-    monitor, _ = monitor_of(model, rules=[Remembers()], every=2)
+    monitor, _ = monitor_of(model, rules=[Adds()], every=2)
     train(monitor, model, 7)
     state = monitor.state_dict()
     monitor.close()
     assert state["step"] == 7
 
-    rule = Remembers()
+    rule = Adds()
     again, seen = monitor_of(model, rules=[rule], updates=True)
     with torch.no_grad():
         model[0].weight += 100  # as loading a checkpoint would
     again.load_state_dict(state | {"step": 8})
-    assert (again.step, again.every, rule.total) == (8, 2, 21)
+    assert (again.step, again.every, rule.seen) == (8, 2, 21)
     with again:
         train(again, model, 3, loss=1.0)
     assert [record.step for record in seen] == [8, 9, 10]
@@ -733,7 +724,7 @@ def test_state_to_resume():
     # loading the checkpoint does not count as an update
     assert seen[0].total("numel", "updates") > 0
     assert seen[0].total("norm", "updates") == 0
-    assert rule.total == 21 + 27
+    assert rule.seen == 21 + 27
 
 
 def test_back_to_a_checkpoint_in_the_middle_of_a_run():

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +15,8 @@ import gradiometer as gm
 from gradiometer.monitor import pipeline
 from gradiometer.runs import verify
 from support.compiling import graphs, inductor, no_recompile
+from support.processes import python
 from support.transfers import count_transfers
-
-ROOT = Path(__file__).parents[2]
 
 
 def small_model():
@@ -241,8 +236,7 @@ def test_slow_copies_keep_the_order(tmp_path, monkeypatch):
 
 
 TRAIN = """
-import os, sys, time
-sys.path.insert(0, {tests!r})
+import os
 from gradiometer.monitor import pipeline
 from monitor.test_precision_runs import gm, small_model, train
 pipeline.INTERVAL = 0.0
@@ -255,16 +249,7 @@ with gm.Monitor(model, run_dir={run!r}, precision=3, every=2, rules=()) as monit
 
 
 def end_in(tmp_path, end):
-    code = TRAIN.format(tests=str(ROOT / "tests"), run=str(tmp_path / "run"), end=end)
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return python("-c", TRAIN.format(run=str(tmp_path / "run"), end=end))
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills")

@@ -210,6 +210,7 @@ def recorder():
 
 
 STEP = {"step": 3, "every": 2}
+NO_FLAG = "skip_nonfinite='no'.: skip_nonfinite must be True or False"
 BOUND = "skip_above must be a non-negative number"
 OTHERS = {
     "history without a mean": (History, load, {"count": HISTORY["count"]}, "count, mean and deviation"),
@@ -226,24 +227,14 @@ OTHERS = {
         {"rules": [("nonfinite", {"streak": 3, "first": {"rule": 1}})], "findings": []},
         "the rule nonfinite does not accept .*NonFinite: first in the state does not fit",
     ),
-    "skip_nonfinite": (
-        recorder,
-        configure,
-        STEP | {"skip_nonfinite": "no"},
-        "skip_nonfinite='no'.: skip_nonfinite must be True or False",
-    ),
+    "skip_nonfinite": (recorder, configure, STEP | {"skip_nonfinite": "no"}, NO_FLAG),
     "skip_above": (recorder, configure, STEP | {"skip_above": math.nan}, f"skip_above=nan.: {BOUND}"),
     "a large skip_above": (recorder, configure, STEP | {"skip_above": 10**400}, BOUND),
     "a cursor with NaN": (recorder, load, cursor(0, math.nan), "cursor.step=nan.: step must be an integer"),
     "every = 0": (recorder, load, cursor(2, 0), "cursor.every=0.: every must be an integer, at least 1"),
     "a cursor with a negative skip_above": (recorder, load, cursor(4, -1), BOUND),
     "a cursor of another size": (recorder, load, {"cursor": CURSOR[:5]}, "size mismatch for cursor"),
-    "an average of another shape": (
-        lambda: gm.EMA((3,)),
-        load,
-        {"state": torch.ones(3, 4, dtype=torch.float64)},
-        "size mismatch for state",
-    ),
+    "an average of another shape": (lambda: gm.EMA((3,)), load, {"state": CURSOR}, "size mismatch for state"),
     "an average that is no tensor": (gm.EMA, load, {"state": "x"}, "state"),
 }
 

@@ -76,9 +76,8 @@ def write(path, seconds=0):
     last = content(path)
     older = {name: [data for data in found if data != last.get(name)] for name, found in versions.items()}
     # an older run.json is that of a run that was killed; and after a kill so may be what nothing vouches for
-    unnoticed = (
-        {"run.json"} if seconds == 0 else {"run.json", "findings.json", "blackbox.json", LAST_OF_KILLED}
-    )
+    of_killed = {"findings.json", "blackbox.json", LAST_OF_KILLED}
+    unnoticed = {"run.json"} if seconds == 0 else {"run.json"} | of_killed
     return path, {n: found for n, found in older.items() if found and not {n.name, n.name[-15:]} & unnoticed}
 
 
@@ -270,10 +269,8 @@ def test_no_damage_is_read_as_other_values(state, request, tmp_path, capsys):
             else:
                 (own / name).unlink()
     with capsys.disabled():
-        said = (
-            f"{MUTATIONS} damaged runs ({state}), none read as other values: {dict(sorted(counts.items()))}"
-        )
-        print(f"\n{said}")  # noqa: T201
+        said = f"damaged runs ({state}), none read as other values: {dict(sorted(counts.items()))}"
+        print(f"\n{MUTATIONS} {said}")  # noqa: T201
     assert content(own) == files
 
 
@@ -286,9 +283,8 @@ def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(written, tmp_path,
     (own / "findings.json").unlink()
     run = read_run(own)
     assert len(list(run.records(0, 7))) == 8
-    with pytest.raises(
-        RunError, match=r"08.parquet cannot be read \(.*digest\): .*skip_damaged=True"
-    ) as caught:
+    said = r"08.parquet cannot be read \(.*digest\): .*skip_damaged=True"
+    with pytest.raises(RunError, match=said) as caught:
         run.steps  # noqa: B018
     rest = read_run(own, skip_damaged=True)
     assert rest.damaged == {"steps/steps-0001-0000000008.parquet": str(caught.value)}

@@ -42,6 +42,14 @@ DEEP = PROFILE == "deep"
 CATALOG = make_catalog(3, ("grads", "weights"))
 
 
+def write_and_die(path, records, first=0, **options):
+    """Write these records one by one, and leave the run as a killed process does."""
+    sink = open_run(path, CATALOG, first, **options)
+    for record in records:
+        sink.write([record], [])
+    sink._free()
+
+
 def odd_records():
     values = torch.randn(2, 3, TENSORS.width, dtype=torch.float64)
     values[0, 0] = torch.tensor([0.0, -0.0, 5e-324, 1.7e308, math.inf, -math.inf, math.nan, 1.0])
@@ -234,18 +242,14 @@ def test_a_batch_that_claims_more_than_the_file_has_takes_no_memory(tmp_path):
 
 def test_the_steps_of_a_killed_process_are_read_and_get_into_parquet_files(tmp_path):
     records = list(make_records(CATALOG, 14, every=2, nonfinite_at=12))
-    sink = open_run(tmp_path, CATALOG, segment_steps=10)
-    for record in records:
-        sink.write([record], [])
+    write_and_die(tmp_path, records, segment_steps=10)
     assert list(list_journals(tmp_path)) == [(1, 10)]
-    sink._free()
 
     def read():
         run = read_run(tmp_path)
         assert same_records(run.records(), records)
-        assert run.tensors(
-            first=9, last=12, kind="weights", names="blocks.0.bias", columns=["step"]
-        ).to_pydict() == {"step": [10, 12]}
+        some = run.tensors(first=9, last=12, kind="weights", names="blocks.0.bias", columns=["step"])
+        assert some.to_pydict() == {"step": [10, 12]}
         steps, found = run.matrices(["norm", "n_nan"], first=8)
         assert steps == [8, 10, 12]
         assert found["norm"].shape == (3, 3)
@@ -262,9 +266,7 @@ def test_the_steps_of_a_killed_process_are_read_and_get_into_parquet_files(tmp_p
 def test_an_attempt_that_has_only_a_journal_supersedes_and_is_superseded(tmp_path):
     write_run(tmp_path, 3, 20, kinds=CATALOG.kinds, segment_steps=8)
     second = list(make_records(CATALOG, 6, first=9, seed=1))
-    sink = open_run(tmp_path, CATALOG, first=9)
-    sink.write(second, [])
-    sink._free()
+    write_and_die(tmp_path, second, first=9)
     run = read_run(tmp_path)
     assert run.steps["attempt"].to_pylist() == [1] * 9 + [2] * 6
     assert same_records(run.records(9), second)
@@ -346,10 +348,7 @@ def test_steps_that_only_the_journal_could_take_stay_in_it(tmp_path, full):
 
 def test_a_damaged_journal_is_kept_and_the_run_goes_on_with_the_steps_before_the_damage(tmp_path, caplog):
     records = list(make_records(CATALOG, 6))
-    sink = open_run(tmp_path, CATALOG)
-    for record in records:
-        sink.write([record], [])
-    sink._free()
+    write_and_die(tmp_path, records)
     path = journal_path(tmp_path, 1, 0)
     data = flip_bit(path, -40)
     with pytest.raises(RunError, match=r"does not match its digest.*skip_damaged=True"):
@@ -534,9 +533,7 @@ def test_with_a_file_in_place_of_the_folder_all_steps_are_lost(tmp_path):
 
 def test_a_journal_that_cannot_be_read_for_now_is_left_for_the_next_attempt(tmp_path, monkeypatch):
     records = list(make_records(CATALOG, 5))
-    sink = open_run(tmp_path, CATALOG)
-    sink.write(records, [])
-    sink._free()
+    write_and_die(tmp_path, records)
     with monkeypatch.context() as patch:
 
         def fail(_):
@@ -552,9 +549,7 @@ def test_a_journal_that_cannot_be_read_for_now_is_left_for_the_next_attempt(tmp_
 
 def test_a_damaged_journal_does_not_bring_superseded_steps_back(tmp_path):
     write_run(tmp_path, 3, 20, kinds=CATALOG.kinds)
-    sink = open_run(tmp_path, CATALOG, first=5)
-    sink.write(list(make_records(CATALOG, 8, first=5, seed=1)), [])
-    sink._free()
+    write_and_die(tmp_path, make_records(CATALOG, 8, first=5, seed=1), first=5)
     path = journal_path(tmp_path, 2, 5)
     flip_bit(path, 100)  # the first frame
     assert read_run(tmp_path, skip_damaged=True).steps["step"].to_pylist() == [*range(5)]

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -78,9 +79,7 @@ def test_rows_of_tensors_are_in_order_and_picked_by_kind_name_and_column(path):
     everything = run.tensors()
     assert everything.schema.equals(arrow_schema(fields_of(TENSORS)))
     places = [(row["step"], row["kind"], row["name"]) for row in everything.to_pylist()]
-    assert places == [
-        (s, k, n) for s in range(0, 50, 2) for k in run.catalog.kinds for n in run.catalog.names
-    ]
+    assert places == [*product(range(0, 50, 2), run.catalog.kinds, run.catalog.names)]
     some = run.tensors(columns=["norm", "name"], kind="weights", names=["blocks.1.bias", "blocks.0.weight"])
     assert some.column_names == ["norm", "name"]
     assert some["name"].to_pylist() == ["blocks.0.weight", "blocks.1.bias"] * 25

@@ -340,10 +340,9 @@ def test_numbers_that_readers_would_refuse_are_left_out(tmp_path, column, value)
     values = bad.columns("negatives").clone()
     values[0, kind.schema.index[column]] = value
     sink = opened(tmp_path, catalog)
+    bad = replace(bad, tables=bad.tables | {"negatives": make_table(catalog, values, "negatives")})
     with pytest.raises(ValueError, match=f"negatives of step 0 are left out: column {column}"):
-        sink.write(
-            [replace(bad, tables=bad.tables | {"negatives": make_table(catalog, values, "negatives")})], []
-        )
+        sink.write([bad], [])
     sink.write([good], [])
     sink.close()
     check(tmp_path, [replace(bad, tables={"grads": bad.tables["grads"]}), good])
@@ -429,9 +428,8 @@ def test_a_step_that_is_not_as_the_run_was_started_is_refused(tmp_path, has):
 def test_a_monitor_records_the_fingerprints_that_collect_computes(tmp_path):
     torch.manual_seed(0)
     model, expected = nn.Linear(3, 2), []
-    with gm.Monitor(
-        model, run_dir=tmp_path, rules=(), weights=True, updates=True, fingerprint=True
-    ) as monitor:
+    options = {"rules": (), "weights": True, "updates": True, "fingerprint": True}
+    with gm.Monitor(model, run_dir=tmp_path, **options) as monitor:
         for _ in range(3):
             model.zero_grad()
             model(torch.randn(4, 3)).square().sum().backward()

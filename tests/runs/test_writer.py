@@ -25,6 +25,7 @@ from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import RunError, read_run, verify
 from gradiometer.runs.format import arrow_schema, fields_of, step_fields
 from gradiometer.runs.writer import RunRecord
+from support.findings import finding
 from support.processes import PATH, python
 from support.synthetic_run import (
     STARTED,
@@ -44,10 +45,6 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 # names that cause trouble elsewhere
 NAMES = ["a.b/c", "<b>&amp;</b>", 'quo"te\n', "größe.重み.🔥", "", "NaN", "x" * 300]
-
-
-def finding(step=5, last=7, value=math.nan, severity=Severity.ERROR):
-    return Finding("nonfinite", severity, step, last, "grads", "w", value, math.inf, "a message", "advice")
 
 
 def steps_in_parquet(path):
@@ -214,9 +211,8 @@ def test_a_killed_writer_leaves_whole_segments_and_its_lock_is_taken_over(tmp_pa
 def test_two_writers_in_one_process_are_refused(tmp_path):
     catalog = make_catalog(2)
     sink = open_run(tmp_path / "run", catalog)
-    with pytest.raises(
-        RunError, match=r"run is already being written by this process: close that Monitor, or"
-    ):
+    said = "run is already being written by this process: close that Monitor, or"
+    with pytest.raises(RunError, match=said):
         open_run(tmp_path / "run", catalog)
     with pytest.raises(RunError, match="already"):
         open_run(tmp_path / "x" / ".." / "run", catalog)
@@ -254,7 +250,7 @@ def test_a_disk_that_fails_costs_nothing_if_it_recovers(tmp_path, small_disk, sa
     files = sorted(tmp_path.rglob("*"))
     small_disk(5000)
     with pytest.raises(OSError, match="File too large"):
-        sink.write(records[saved:12], [finding()])
+        sink.write(records[saved:12], [finding(5, value=math.nan, threshold=math.inf)])
     with pytest.raises(OSError, match="File too large"):
         sink.write(records[12:13], [])
     sink.write(records[13:30], [])  # a pause between tries: it neither writes nor raises
@@ -338,7 +334,7 @@ def test_a_step_that_cannot_be_written_stops_no_other(tmp_path):
     bad = StepRecord(2, 0.0, {}, other)
     sink = open_run(tmp_path, catalog)
     with pytest.raises(ValueError, match="step 2 has other tensors than the run was started with"):
-        sink.write([*records[:2], bad, *records[3:]], [finding()])
+        sink.write([*records[:2], bad, *records[3:]], [finding(5)])
     sink.close()
     assert steps_of(tmp_path) == [0, 1, 3, 4]
     assert (sink.lost, len(read_run(tmp_path).findings)) == (1, 1)
@@ -346,7 +342,7 @@ def test_a_step_that_cannot_be_written_stops_no_other(tmp_path):
 
 def test_a_later_attempt_supersedes_from_its_first_step_on(tmp_path):
     catalog = make_catalog(4)
-    write_run(tmp_path, 4, 30, segment_steps=8, findings=[finding(3), finding(20, 29)])
+    write_run(tmp_path, 4, 30, segment_steps=8, findings=[finding(3), finding(20, last_step=29)])
     begun = open_run(tmp_path, catalog, 10)
     # an attempt without steps supersedes nothing
     assert len(steps_of(tmp_path)) == 30
@@ -473,14 +469,14 @@ def test_a_run_gone_on_with_other_tensors_has_both(tmp_path):
 def test_a_fault_is_on_disk_with_all_before_it(tmp_path):
     catalog = make_catalog(4)
     sink = open_run(tmp_path, catalog)
-    sink.write(list(make_records(catalog, 9)), [finding(5), finding(5, 9)])
+    found = finding(5, last_step=9, value=math.nan, threshold=math.inf)
+    sink.write(list(make_records(catalog, 9)), [finding(5), found])
     report = {"reason": "non-finite loss", "last": [{"loss": math.nan, "norm": -math.inf}], "step": 8}
     sink.fault(SimpleNamespace(to_dict=lambda: report))
     run = read_run(tmp_path)  # the writer was not closed
     assert len(run.steps) == 9
     assert repr(run.blackbox) == repr(report | {"attempt": 1})
-    (found,) = run.findings
-    assert repr(found) == repr(finding(5, 9))
+    assert repr(run.findings) == repr([found])
     for name in ("findings", "blackbox", "run"):
 
         def refuse(constant):

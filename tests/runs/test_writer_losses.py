@@ -17,22 +17,16 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer.columns import TENSORS
-from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import RunError, parquet, read_run, writer
-from gradiometer.runs.directory import is_locked
+from gradiometer.runs.directory import is_at
 from gradiometer.runs.format import fields_of
 from gradiometer.runs.journal import list_journals
 from gradiometer.runs.writer import RunRecord
+from support.findings import finding
 from support.synthetic_run import make_catalog, make_records, open_run, same_records, steps_of, write_run
 
 pytest.importorskip("pyarrow")
 CATALOG = make_catalog(3)
-
-
-def finding(**fields):
-    values = {"rule": "odd", "severity": Severity.INFO, "first_step": 1, "last_step": 1, "kind": None}
-    values |= {"tensor": None, "value": 1.0, "threshold": 1.0, "message": "", "advice": ""}
-    return Finding(**values | fields)
 
 
 @pytest.mark.parametrize("name", ["findings", "run"])
@@ -44,7 +38,7 @@ def test_a_json_file_that_cannot_be_written_holds_up_no_step(tmp_path, full, nam
     errors = 0
     for record in records:
         try:
-            sink.write([record], [finding(first_step=record.step)])
+            sink.write([record], [finding(record.step)])
         except OSError as error:
             assert error.filename == str(tmp_path / f"{name}.json")  # noqa: PT017 most calls pause
             errors += 1
@@ -130,7 +124,7 @@ def test_a_removed_folder_is_made_again_and_the_run_goes_on(tmp_path, caplog, re
         # the lock is held again
         with pytest.raises(RunError, match="is already being written by this process"):
             open_run(run_dir, CATALOG)
-        assert is_locked(run_dir, sink._lock)
+        assert is_at(run_dir / ".lock", sink._lock)
         run = read_run(run_dir)
         assert [s for s in run.steps["step"].to_pylist() if s >= 20] == list(range(20, 45))
         assert run.findings == [finding()]
@@ -144,9 +138,8 @@ def test_a_removed_folder_is_made_again_and_the_run_goes_on(tmp_path, caplog, re
     assert sink.lost == run.info["attempts"][0]["lost"] == 20
     assert run.info["closed"]
     (line,) = warnings_of(caplog)
-    assert line.startswith(
-        f"{run_dir} was removed while the run went on: it is made again, and 20 steps that"
-    )
+    said = "was removed while the run went on: it is made again, and 20 steps that"
+    assert line.startswith(f"{run_dir} {said}")
     open_run(run_dir, CATALOG).close()
 
 
@@ -296,7 +289,7 @@ class Slow:
 
     def check(self, record):
         assert self.go.wait(60)
-        return [finding(rule="slow", first_step=record.step, last_step=record.step)]
+        return [finding(record.step, rule="slow")]
 
     def state_dict(self):
         return {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 import sys
 import time
@@ -15,7 +14,8 @@ import torch
 from gradiometer.columns import Flag
 from gradiometer.recorder import Table
 from gradiometer.rules.fault import Fault
-from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.finding import Severity
+from support.findings import finding
 from support.synthetic_run import make_catalog, make_info, make_records
 
 pytest.importorskip("rich")
@@ -24,11 +24,6 @@ from gradiometer.sinks import Console
 from gradiometer.sinks.protocol import Sink
 
 CATALOG = make_catalog(6)
-
-
-def finding(step=3, tensor="blocks.0.weight", severity=Severity.ERROR, rule="nonfinite"):
-    message, advice = f"{tensor}.grad holds 3 NaN", "look at the loss scale"
-    return Finding(rule, severity, step, step, "grads", tensor, math.nan, 0.0, message, advice)
 
 
 def records(steps=10, **more):
@@ -112,9 +107,8 @@ def test_only_what_is_allowed_is_shown():
     console.write(steps, [])
     (line,) = screen.lines()
     rms = steps[0].value("rms")[0].item()
-    assert re.sub(" +", " ", line) == (
-        f"step 0 accuracy 0.5000 grads/blocks.0.weight/rms {rms:#.4g} weights/total_norm - ok"
-    )
+    values = f"accuracy 0.5000 grads/blocks.0.weight/rms {rms:#.4g} weights/total_norm -"
+    assert re.sub(" +", " ", line) == f"step 0 {values} ok"
     with pytest.raises(ValueError, match="'loss' is not a key"):
         Console("loss")
 
@@ -142,7 +136,7 @@ def test_a_finding_is_printed_at_once_and_once(clock):
         clock[0] += 1
         console.write(records(1, first=4 + i), [replace(seen, last_step=4 + i, count=1 + i)])
     assert screen.lines()[1:] == [
-        "warning  step 3: blocks.0.weight.grad holds 3 NaN",
+        "warning  step 3: blocks.0.weight.grad: 3 NaN",
         "         try: look at the loss scale",
     ]
     console.write(records(1, first=9), [replace(seen, severity=Severity.ERROR)])
@@ -249,7 +243,6 @@ def test_lines_stay_above_a_bar_of_rich(monkeypatch):
 
 
 def test_a_severity_that_is_not_one_is_refused():
-    with pytest.raises(
-        TypeError, match=r"severity='warning' is not a severity; pass one of gm\.Severity\.INFO, "
-    ):
+    said = r"severity='warning' is not a severity; pass one of gm\.Severity\.INFO, "
+    with pytest.raises(TypeError, match=said):
         Console(severity="warning")

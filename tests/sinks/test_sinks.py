@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -15,20 +14,16 @@ import pytest
 from gradiometer import sinks
 from gradiometer.recorder import KINDS
 from gradiometer.rules.fault import Fault
-from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.finding import Severity
 from gradiometer.sinks.protocol import Sink
 from gradiometer.sinks.selection import News, check_key, lookup
 from support.changed_records import changed, column
+from support.findings import finding
+from support.processes import python
 from support.synthetic_run import NEGATIVES, make_catalog, make_info, make_records
 
 CATALOG = make_catalog(6)
 INFO = make_info(CATALOG)
-
-
-def finding(step=3, tensor="blocks.0.weight", severity=Severity.ERROR, **more):
-    fields = {"rule": "nonfinite", "kind": "grads", "value": math.nan, "threshold": 0.0, "last_step": step}
-    fields |= {"message": f"{tensor}.grad: 3 NaN", "advice": "look at the loss scale"} | more
-    return Finding(severity=severity, first_step=step, tensor=tensor, **fields)
 
 
 def records(steps=10, catalog=CATALOG, **more):
@@ -51,9 +46,8 @@ def test_totals_and_scalars_are_all_that_is_taken_unasked():
 
 def test_tensors_are_taken_by_name_and_statistic():
     (record,) = records(1)
-    selection = sinks.Selection(
-        tensors=r"^blocks\.[01]\.w", statistics=("norm", "abs_max"), totals=(), scalars=None
-    )
+    names = r"^blocks\.[01]\.w"
+    selection = sinks.Selection(names, statistics=("norm", "abs_max"), totals=(), scalars=None)
     rows = {name: CATALOG.parameters.index[name] for name in ("blocks.0.weight", "blocks.1.weight")}
     expected = {
         f"grads/{name}/{what}": record.value(what)[i].item()
@@ -110,9 +104,8 @@ def test_a_kind_that_nobody_knows_is_written_too(tmp_path):
 def test_histograms_are_written_if_they_are_asked_for():
     (record,) = records(1, make_catalog(4, ("grads", "grad_exponents")))
     assert not any(key.startswith("grad_exponents") for key in sinks.Selection(tensors="").values(record))
-    selection = sinks.Selection(
-        "0.bias", "max_exponent", ("numel", "bin_1"), scalars=None, kinds="grad_exponents"
-    )
+    totals = ("numel", "bin_1")
+    selection = sinks.Selection("0.bias", "max_exponent", totals, scalars=None, kinds="grad_exponents")
     assert selection.values(record) == {
         "grad_exponents/numel": record.total("numel", "grad_exponents"),
         "grad_exponents/bin_1": record.total("bin_1", "grad_exponents"),
@@ -131,12 +124,9 @@ def test_a_kind_may_be_registered_later(monkeypatch):
 
 
 def test_statistics_may_be_a_pattern_of_whole_names():
-    known = [
-        name for kind in KINDS.values() if kind.schema.storage == "columns" for name in kind.schema.names
-    ]
-    assert sinks.Selection(tensors="", statistics=r"n_.*").statistics == tuple(
-        dict.fromkeys(name for name in known if name.startswith("n_"))
-    )
+    schemas = [kind.schema for kind in KINDS.values() if kind.schema.storage == "columns"]
+    counts = dict.fromkeys(name for one in schemas for name in one.names if name.startswith("n_"))
+    assert sinks.Selection(tensors="", statistics=r"n_.*").statistics == tuple(counts)
     assert sinks.Selection(tensors="", statistics="norm").statistics == ("norm",)
 
 
@@ -263,7 +253,7 @@ def test_what_is_not_finite_is_a_word_that_float_takes_back(tmp_path):
 
 
 def test_findings_are_in_the_line_of_their_step(tmp_path):
-    seen = finding(7)
+    seen = finding(7, value=math.nan)
     sink = write(tmp_path / "run", records(10), [seen], every=5)
     sink.write(records(10, first=10), [replace(seen, last_step=12, count=6)])
     sink.close()
@@ -419,4 +409,4 @@ def test_importing_the_sinks_imports_no_package_of_theirs():
         "found = {'rich', 'tensorboard', 'wandb', 'mlflow', 'pyarrow'} & set(sys.modules)\n"
         "sys.exit(f'{found}' if found else 0)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert python("-c", code).returncode == 0

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gradiometer.rules.fault import Fault
-from gradiometer.rules.finding import Finding, Severity
 from gradiometer.sinks import Selection, TensorBoard
 from gradiometer.sinks.protocol import Sink
+from support.findings import finding
 from support.synthetic_run import make_catalog, make_info, make_records
 
 pytest.importorskip("tensorboard")
@@ -18,9 +18,7 @@ pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 CATALOG = make_catalog(6)
-SEEN = Finding(
-    "dead", Severity.WARNING, 3, 5, "grads", "a__b_.w", 1.0, 1.0, "a__b_.w.grad is zero", "do this"
-)
+SEEN = finding(tensor="a__b_.w", advice="do this")
 
 
 def opened(folder, catalog=CATALOG, **options):
@@ -90,9 +88,8 @@ def test_findings_and_a_fault_are_text(tmp_path):
     # indented as code, so that Markdown does not interpret the underscores of a name
     assert (finding.step, text.decode()) == (3, f"    {SEEN}\n    do this")
     (fault,) = found.Tensors("gradiometer/fault")
-    assert fault.tensor_proto.string_val[0].decode() == (
-        "    exception in step 6: boom; first non-finite: step 5, a.w.grad"
-    )
+    said = "    exception in step 6: boom; first non-finite: step 5, a.w.grad"
+    assert fault.tensor_proto.string_val[0].decode() == said
     assert found.summary_metadata["gradiometer/fault"].plugin_data.plugin_name == "text"
     sink.close()
 

@@ -46,9 +46,7 @@ def written(folder):
 
 def history(folder):
     rows = [row.history.item for row in written(folder) if row.WhichOneof("record_type") == "history"]
-    return [
-        {cell.key or "/".join(cell.nested_key): json.loads(cell.value_json) for cell in row} for row in rows
-    ]
+    return [{x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in row} for row in rows]
 
 
 def ours(rows):
@@ -76,9 +74,8 @@ def test_without_a_run_it_makes_one_and_finishes_it(wandb, tmp_path):
     selection = Selection(tensors=r"0\.w")
     assert ours(history(tmp_path)) == [{STEP: s.step, **selection.values(s)} for s in steps[::2]]
     metrics = [r.metric for r in written(tmp_path) if r.WhichOneof("record_type") == "metric"]
-    assert {m.glob_name: m.step_metric for m in metrics if m.glob_name} == dict.fromkeys(
-        ("grads/*", "weights/*", "activations/*", "train/*"), STEP
-    )
+    groups = ("grads/*", "weights/*", "activations/*", "train/*")
+    assert {m.glob_name: m.step_metric for m in metrics if m.glob_name} == dict.fromkeys(groups, STEP)
 
 
 def test_what_is_not_finite_arrives(wandb, tmp_path):
@@ -159,9 +156,8 @@ def test_findings_and_a_fault_are_in_the_summary_and_alerts_only_if_asked(wandb,
         assert list(run.summary["gradiometer/findings"]) == [str(SEEN)]
         assert run.summary["gradiometer/n_findings"] == 1
         sink.fault(Fault("exception", "boom", 6, "step 5, a.w.grad", [SEEN], []))
-        assert run.summary["gradiometer/fault"] == (
-            "exception in step 6: boom; first non-finite: step 5, a.w.grad"
-        )
+        said = "exception in step 6: boom; first non-finite: step 5, a.w.grad"
+        assert run.summary["gradiometer/fault"] == said
         sink.close()
     assert alerts == [{"title": "gradiometer: dead", "text": "a.w.grad is zero", "level": "WARN"}]
 

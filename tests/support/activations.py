@@ -9,15 +9,10 @@ from gradiometer.columns import ACTIVATION_COLUMNS, ACTIVATIONS
 
 def columns_of(x, channel_dim=-1):
     """Return the columns of one call, by the definitions."""
-    wide = (
-        x.detach().to(torch.float64).flatten()
-        if not x.is_complex()
-        else torch.view_as_real(x.detach()).double().flatten()
-    )
+    x = x.detach()
+    wide = (torch.view_as_real(x) if x.is_complex() else x).double().flatten()
     finite = wide[wide.isfinite()]
-    channels = (
-        x.detach().movedim(channel_dim, 0).reshape(x.shape[channel_dim], -1) if x.dim() else x.view(1, 1)
-    )
+    channels = x.movedim(channel_dim, 0).reshape(x.shape[channel_dim], -1) if x.dim() else x.view(1, 1)
     return {
         "numel": wide.numel(),
         "sumsq": float((finite**2).sum()),

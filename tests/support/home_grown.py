@@ -196,9 +196,7 @@ def cases():
 
     return {
         "random": with_grads({name: torch.randn(shape) for name, shape in weights.items()}),
-        "a million": with_grads(
-            {f"{'host' if i % 2 else 'seed'}.{i}": torch.randn(100, 200) for i in range(50)}
-        ),
+        "a million": with_grads({f"{('seed', 'host')[i % 2]}.{i}": torch.randn(100, 200) for i in range(50)}),
         "no gradient": with_grads(dict.fromkeys(weights)),
         "zero elements": with_grads(
             {"host.w": torch.randn(5), "host.none": torch.zeros(0, 3), "seed.w": torch.ones(2)}

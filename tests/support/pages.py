@@ -14,12 +14,12 @@ def text(page):
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def code_of(markdown):
-    return re.findall(r"^```python\n(.*?)^```", markdown, flags=re.MULTILINE | re.DOTALL)
+def code_of(markdown, language="python"):
+    return re.findall(rf"^```{language}\n(.*?)^```", markdown, flags=re.MULTILINE | re.DOTALL)
 
 
-def blocks(page):
-    return code_of(text(page))
+def blocks(page, language="python"):
+    return code_of(text(page), language)
 
 
 def sections(page):

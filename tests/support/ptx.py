@@ -466,9 +466,8 @@ class _Translation:
         self.threads = int(_first(r"\.reqntid (\d+)", ptx))
         body = re.sub(r"//[^\n]*", "", ptx[ptx.index("{", ptx.index(".entry")) + 1 :])
         body = body[: body.index("\n}")]
-        self.widths = {
-            prefix: _REGISTERS[kind] for kind, prefix in re.findall(r"\.reg \.(\w+)\s+%(\w+)<\d+>;", body)
-        }
+        registers = re.findall(r"\.reg \.(\w+)\s+%(\w+)<\d+>;", body)
+        self.widths = {prefix: _REGISTERS[kind] for kind, prefix in registers}
         targets = set(re.findall(r"\bbra(?:\.uni)?\s+(\$\w+)", body))
         statements = re.findall(r"\s*(?:(\$\w+):|([^;\n]+);)", body)
         self.places: dict[str, int] = {}
@@ -516,9 +515,8 @@ class _Translation:
         assert match, text
         name = match["name"]
         guard = None if match["guard"] is None else ("~" if match["no"] else "") + match["guard"]
-        operands = [
-            part.strip() for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", match["operands"])
-        ]
+        parts = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", match["operands"])
+        operands = [part.strip() for part in parts]
         if name in {"bra", "bra.uni"}:
             condition = "np.ones(1, bool)" if guard is None else guard
             target = self.places[operands[0]]

@@ -71,9 +71,8 @@ def whole(dtype):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu")
-            )
+            shape = parameter.shape
+            parameter.copy_(torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu"))
     return model
 
 

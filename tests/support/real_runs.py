@@ -33,9 +33,8 @@ def digits(count, generator):
     scale = 1.1 + 0.5 * torch.rand(count, generator=generator)
     shift = (torch.rand(count, 2, generator=generator) - 0.5) * 0.7
     cos, sin = scale * angle.cos(), scale * angle.sin()
-    moves = torch.stack(
-        [torch.stack([cos, -sin, shift[:, 0]], 1), torch.stack([sin, cos, shift[:, 1]], 1)], 1
-    )
+    x, y = torch.stack([cos, -sin, shift[:, 0]], 1), torch.stack([sin, cos, shift[:, 1]], 1)
+    moves = torch.stack([x, y], 1)
     grid = F.affine_grid(moves, [count, 1, SIZE, SIZE], align_corners=False)
     images = F.grid_sample(font[which].unsqueeze(1).float(), grid, align_corners=False)
     return images + 0.1 * torch.randn(images.shape, generator=generator), which

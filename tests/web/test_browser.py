@@ -18,10 +18,11 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright drive
 
 from gradiometer.columns import Thresholds  # noqa: E402
 from gradiometer.monitor.monitor import Monitor  # noqa: E402
-from gradiometer.rules.finding import Finding, Severity  # noqa: E402
+from gradiometer.rules.finding import Severity  # noqa: E402
 from gradiometer.runs.reader import read_run  # noqa: E402
 from gradiometer.web import PageServer, server, write_page  # noqa: E402
 from support.changed_records import changed, column  # noqa: E402
+from support.findings import finding  # noqa: E402
 from support.synthetic_page import Dense, dense_page  # noqa: E402
 from support.synthetic_run import NEGATIVES, TAPS, make_catalog, make_records, write_records, write_run  # noqa: E402
 
@@ -86,18 +87,12 @@ def opened(browser):
     assert wrong == []
 
 
-def finding(rule, severity, first, last, tensor, message):
-    return Finding(
-        rule, severity, first, last, "grads" if tensor else None, tensor, 1.0, 1.0, message, "Try this."
-    )
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     found = [
-        finding("nonfinite", Severity.ERROR, 150, 150, "blocks.0.weight", "blocks.0.weight.grad has 3 NaN"),
-        finding("dead", Severity.WARNING, 20, 60, "blocks.3.bias", "blocks.3.bias.grad is zero"),
-        finding("norm_spike", Severity.INFO, 90, 90, None, "a spike"),
+        finding(150),
+        finding(20, "blocks.3.bias", Severity.WARNING, "dead", last_step=60),
+        finding(90, None, Severity.INFO, "norm_spike", kind=None, message="a spike"),
     ]
     run = write_run(tmp_path_factory.mktemp("runs") / "small", steps=STEPS, nonfinite_at=150, findings=found)
     return write_page(run)
@@ -133,7 +128,7 @@ def page(shared):
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
     found = [
-        finding("dead", Severity.ERROR, 4 * k, 4 * k + 1, name, f"{name[:40]} is dead")
+        finding(4 * k, name, rule="dead", last_step=4 * k + 1, message=f"{name[:40]} is dead")
         for k, name in enumerate(NAMES)
     ]
     run = tmp_path_factory.mktemp("runs") / "<img src=x onerror=alert(3)>"
@@ -186,9 +181,8 @@ def broken(page, row, step, **view):
 
 
 def wait_for_text(page, selector, text):
-    page.wait_for_function(
-        "([at, text]) => document.querySelector(at).textContent === text", arg=[selector, text]
-    )
+    is_there = "([at, text]) => document.querySelector(at).textContent === text"
+    page.wait_for_function(is_there, arg=[selector, text])
 
 
 def steps_in_view(page, chart="overview"):
@@ -350,13 +344,12 @@ def test_a_click_shows_the_tensors_history_and_the_table_of_that_step(page, smal
 
 def test_the_table_sorts(page):
     first = first_names(page)
+    cells = page.locator("#table-body td:nth-child(4)")
     page.click("#table-head th:nth-child(4) button")
-    largest = [float(text) for text in page.locator("#table-body td:nth-child(4)").all_inner_texts()]
+    largest = [float(text) for text in cells.all_inner_texts()]
     assert largest == sorted(largest, reverse=True)
     page.click("#table-head th:nth-child(4) button")
-    assert [float(text) for text in page.locator("#table-body td:nth-child(4)").all_inner_texts()] == largest[
-        ::-1
-    ]
+    assert [float(text) for text in cells.all_inner_texts()] == largest[::-1]
     assert page.get_attribute("#table-head th:nth-child(4)", "aria-sort") == "ascending"
     # by its flags, as at first
     page.click("#table-head th:last-child button")
@@ -367,9 +360,8 @@ def test_the_keyboard_does_all(page):
     page.focus("#cells")
     for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight"):
         page.keyboard.press(key)
-    assert "blocks.0.bias.grad, step 3: norm" in page.inner_text(
-        "#announcement"
-    )  # the first key press only shows the selected cell
+    # the first key press only shows the selected cell
+    assert "blocks.0.bias.grad, step 3: norm" in page.inner_text("#announcement")
     page.keyboard.press("Enter")
     assert page.inner_text("#history-title") == "blocks.0.bias.grad"
     page.keyboard.press("+")
@@ -423,9 +415,8 @@ def test_a_flag_that_is_switched_off_marks_no_tensor(opened, tmp_path):
         (Thresholds(vanishing=math.inf, exploding=math.inf, dead=math.inf), {"vanishing"}),
     ):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        page = opened(
-            write_page(write_changed(folder, lambda record: changed(record, put), thresholds=thresholds))
-        )
+        run = write_changed(folder, lambda record: changed(record, put), thresholds=thresholds)
+        page = opened(write_page(run))
         page.mouse.click(*place(page, 1, 5, last=19))
         page.wait_for_selector("#scopes [aria-pressed=true] >> text='at step 5'")
         assert set(page.locator("#table-body td:last-child").all_inner_texts()) == flags
@@ -688,10 +679,9 @@ def test_two_runs_are_drawn_on_one_page(opened, tmp_path):
     b = write_run(tmp_path / "b", steps=STEPS, seed=1, nonfinite_at=150, tensors=18, fingerprint=True)
     page = opened(write_page(a, other=b), height=1600)
     assert page.inner_text("h1") == "A: a, B: b"
-    assert "first differ at step 0" in page.inner_text("#runs-note")
-    assert "Bits differ first at step 0: blocks.8.bias.grad (gradient), 18 tensors." in page.inner_text(
-        "#runs-note"
-    )
+    note = page.inner_text("#runs-note")
+    assert "first differ at step 0" in note
+    assert "Bits differ first at step 0: blocks.8.bias.grad (gradient), 18 tensors." in note
     assert page.locator("#overview .chart >> nth=1 >> .line").count() == 2
     assert page.locator("#overview .differ").count() > 0
     page.mouse.click(*place(page, 4, 70))
@@ -739,9 +729,8 @@ def test_a_served_page_follows_its_run(browser, tmp_path, monkeypatch):
         served.shutdown()
         thread.join()
         served.server_close()
-        page.wait_for_function(
-            "() => document.getElementById('live').textContent.includes('the server has ended')"
-        )
+        ended = "document.getElementById('live').textContent.includes('the server has ended')"
+        page.wait_for_function(f"() => {ended}")
         assert wrong == []
 
 

@@ -18,10 +18,11 @@ pytest.importorskip("pyarrow")
 from gradiometer.columns import ACTIVATIONS, TENSORS
 from gradiometer.recorder import KINDS
 from gradiometer.rules.fault import Fault
-from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.finding import Severity
 from gradiometer.runs.reader import Run, RunError, read_run
 from gradiometer.web import data, matrices, write_page
 from support.changed_records import changed, column
+from support.findings import finding
 from support.synthetic_page import Dense, dense_page, read_cells
 from support.synthetic_run import NEGATIVES, TAPS, make_catalog, make_records, write_records, write_run
 
@@ -134,9 +135,7 @@ def test_a_column_of_several_steps_keeps_the_worst(small, monkeypatch):
         block, got = want[:, first : last + 1], read_cells(page, "norm")[:, c]
         for values, cell in zip(block, got, strict=True):
             worst = math.nan if values.isnan().any() else values.max()
-            torch.testing.assert_close(
-                cell, torch.as_tensor(worst, dtype=torch.float64), rtol=1e-3, atol=0, equal_nan=True
-            )
+            assert float(cell) == pytest.approx(float(worst), rel=1e-3, abs=0, nan_ok=True)
 
 
 def test_a_last_column_of_fewer_steps_invents_no_zero(tmp_path, monkeypatch):
@@ -199,11 +198,8 @@ def test_kinds_rows_and_statistics_are_those_of_the_run(tmp_path, monkeypatch):
         page = data.page_of(read_run(run))
         found[name] = statistics_of(page)["negatives"]
         assert statistics_of(page)["activations"] == list(ACTIVATIONS.drawn)
-        assert {kind["name"]: kind["rows"] for kind in page.values["kinds"]} == {
-            "grads": "parameter",
-            "activations": "tap",
-            "negatives": "parameter",
-        }
+        found_rows = {kind["name"]: kind["rows"] for kind in page.values["kinds"]}
+        assert found_rows == {"grads": "parameter", "activations": "tap", "negatives": "parameter"}
         rows = page.values["rows"]
         assert (rows["parameter"]["names"], rows["tap"]["names"]) == (read_run(run).catalog.names, TAPS)
     # without a choice, and where the schema is not registered, all raw columns
@@ -214,26 +210,18 @@ def test_kinds_rows_and_statistics_are_those_of_the_run(tmp_path, monkeypatch):
     torch.testing.assert_close(cells, want, rtol=1e-3, atol=0)
     kurtosis = next(x for x in page.values["kinds"][1]["statistics"] if x["name"] == "kurtosis")
     schema = ACTIVATIONS["kurtosis"]
-    assert kurtosis == {
-        "name": "kurtosis",
-        "heading": "kurtosis",
-        "meaning": schema.meaning,
-        "style": schema.style,
-    }
+    wanted = {"name": "kurtosis", "heading": "kurtosis", "meaning": schema.meaning, "style": schema.style}
+    assert kurtosis == wanted
     assert page.values["kinds"][1]["flags"] == ["NaN", "Inf", "dead"]
 
 
 def test_findings_come_by_headline_with_the_place_of_their_tensor(tmp_path):
-    def finding(severity, step, tensor):
-        return Finding(
-            "dead", severity, step, step, "grads", tensor, math.nan, math.inf, "m" * 9999, "try this"
-        )
-
+    long = {"rule": "dead", "value": math.nan, "threshold": math.inf, "message": "m" * 9999}
     found = [
-        finding(Severity.INFO, 1, "blocks.0.weight"),
-        finding(Severity.ERROR, 7, "blocks.0.bias"),
-        finding(Severity.ERROR, 3, None),
-        finding(Severity.WARNING, 2, "not.in.the.catalog"),
+        finding(1, "blocks.0.weight", Severity.INFO, **long),
+        finding(7, "blocks.0.bias", Severity.ERROR, **long),
+        finding(3, None, Severity.ERROR, **long),
+        finding(2, "not.in.the.catalog", Severity.WARNING, **long),
     ]
     values = held(write_page(write_run(tmp_path / "run", tensors=2, steps=9, findings=found)))
     assert [(f["severity"], f["first_step"], f["tensor"], f["under"]) for f in values["findings"]] == [
@@ -267,11 +255,8 @@ def test_a_run_that_was_resumed_and_closed_after_a_fault_is_closed(tmp_path):
     assert values["fault"] == ["Black box: exception at step 5", "ValueError: boom"]
     values = data.page_of(record(path, make_records(PAIR, 5, first=5), first_step=5)).values
     assert values["state"] == {"text": "✓ closed", "mood": "good"}
-    assert values["fault"] == [
-        "Black box of attempt 1: exception at step 5",
-        "ValueError: boom",
-        "Attempt 2 continued the run.",
-    ]
+    first = "Black box of attempt 1: exception at step 5"
+    assert values["fault"] == [first, "ValueError: boom", "Attempt 2 continued the run."]
     values = data.page_of(record(path, [], first_step=10, fault=fault("SIGTERM", 10))).values
     assert values["state"] == {"text": "✖ SIGTERM", "mood": "broken"}
     assert values["fault"][0] == "Black box of attempt 3: SIGTERM at step 10"

@@ -155,9 +155,8 @@ def _report(
     if output is not None and not output.absolute().parent.is_dir():
         from gradiometer.runs import RunError  # noqa: PLC0415 as above
 
-        raise RunError(
-            f"{output} cannot be written: there is no folder {output.absolute().parent}; create it first"
-        )
+        msg = f"{output} cannot be written: there is no folder {output.absolute().parent}; create it first"
+        raise RunError(msg)
     two = {} if other is None else {"other": read_run(other)}
     page = Path(web.write_page(read_run(run), output, **two)).absolute()
     opened = webbrowser.open(page.as_uri()) if show else False
@@ -247,8 +246,7 @@ def _show(
 def _precision(
     run: _Run,
     step: Annotated[
-        int | None,
-        typer.Option(help="A step with histograms; -1 is the last (default: the last)."),
+        int | None, typer.Option(help="A step with histograms; -1 is the last (default: the last).")
     ] = None,
     kind: Annotated[
         str, typer.Option(metavar="KIND", autocompletion=_kinds_with_histograms, help=_KIND_HELP)
@@ -302,18 +300,14 @@ def _diff(
     from gradiometer.runs import compare_runs  # noqa: PLC0415 only this command needs it
 
     if not math.isfinite(rtol):
-        raise typer.BadParameter(
-            f"--rtol {rtol:g} is not finite, so it compares nothing: pass a finite number"
-        )
+        msg = f"--rtol {rtol:g} is not finite, so it compares nothing: pass a finite number"
+        raise typer.BadParameter(msg)
     found = compare_runs(read_run(a), read_run(b), rtol=rtol, ignore=_pattern(ignore, "--ignore"))
     _print(found.to_dict(), lambda _: tables.comparison(found, top or None), as_json=as_json)
     return not found.same
 
 
-def _verify(
-    run: _Run,
-    as_json: _Json = False,
-) -> bool:
+def _verify(run: _Run, as_json: _Json = False) -> bool:
     """Check every file of a run against its digest. The exit code is 1 if one is damaged or missing."""
     from gradiometer.cli import tables  # noqa: PLC0415 with rich
     from gradiometer.runs import verify  # noqa: PLC0415 only this command needs it
@@ -331,8 +325,7 @@ def _fingerprint(
         ),
     ],
     saved: Annotated[
-        Path | None,
-        typer.Option("--check", metavar="SAVED", help="Compare with a file that --json printed."),
+        Path | None, typer.Option("--check", metavar="SAVED", help="Compare with a file that --json printed.")
     ] = None,
     as_json: _Json = False,
 ) -> bool:

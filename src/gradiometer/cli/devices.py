@@ -77,9 +77,8 @@ def fp64_rate(capability: tuple[int, int]) -> tuple[str, float | None]:
     if capability not in _FP64_RATES:
         return f"unknown for compute capability {capability[0]}.{capability[1]}", None
     fp64, fp32, source = _FP64_RATES[capability]
-    poor = (
-        "; few, so kernels add fp32 and 16-bit tensors in fp32 with compensation" if 16 * fp64 < fp32 else ""
-    )
+    is_poor = 16 * fp64 < fp32
+    poor = "; few, so kernels add fp32 and 16-bit tensors in fp32 with compensation" if is_poor else ""
     return f"1/{fp32 // fp64} of fp32, {fp64} per clock and multiprocessor ({source}){poor}", fp64 / fp32
 
 

@@ -121,16 +121,12 @@ def _problems(facts: Doctor) -> Iterator[Problem]:
     if gpu is None and _NVIDIA.exists():
         fix = "install a CUDA build of torch; if this is one, call torch.cuda.init() to see the error"
         yield Problem("there is an NVIDIA driver, but torch sees no GPU", fix)
+    eager = "eager PyTorch, which is far slower"
     if gpu is not None and facts.versions["triton"] is None:
-        yield Problem(
-            f"without triton, tensors on {gpu} are read by eager PyTorch, which is far slower",
-            "pip install triton",
-        )
+        yield Problem(f"without triton, tensors on {gpu} are read by {eager}", "pip install triton")
     elif gpu is not None and facts.triton.startswith(_NO_DRIVER):
         fix = "install the version of triton that torch requires, and the driver of the GPU; "
-        what = (
-            f"triton has {facts.triton}, so tensors on {gpu} are read by eager PyTorch, which is far slower"
-        )
+        what = f"triton has {facts.triton}, so tensors on {gpu} are read by {eager}"
         yield Problem(what, fix + ops.INSTALL_COMPILER)
     if facts.compiler is None:
         fix = "install g++ or clang, or set CXX; torch.compile(backend='aot_eager') works without one"

@@ -59,9 +59,8 @@ def _check_sparse(content: Any, size: int) -> None:
         if isinstance(x, torch.Tensor) and x.layout != torch.strided:
             dense = x.numel() * x.itemsize
             if dense > max(_LARGEST, _RATIO * size):
-                raise ValueError(
-                    f"{name!r} is sparse and would take {dense >> 20} MiB, too many for {size} bytes on disk"
-                )
+                msg = f"{name!r} is sparse and would take {dense >> 20} MiB, too many for {size} bytes on "
+                raise ValueError(msg + "disk")
 
 
 def _read_safetensors(file: Path) -> Any:

@@ -110,8 +110,7 @@ def render(folder: Path, found: Sequence[Listed]) -> RenderableType:
     for x in found:
         age = "" if x.age is None else tables.span(x.age)
         counts = [f"{n:,}" for n in (x.attempts, x.findings)]
-        state = tables.text((x.state, _STYLES[x.state]))
-        table.add_row(
-            tables.text(x.run), state, f"{x.steps:,}", age, *counts, tables.text(x.model), tables.line(x.note)
-        )
+        run, state = tables.text(x.run), tables.text((x.state, _STYLES[x.state]))
+        note = tables.line(x.note)
+        table.add_row(run, state, f"{x.steps:,}", age, *counts, tables.text(x.model), note)
     return table

@@ -21,16 +21,9 @@ if TYPE_CHECKING:
 class Shown:
     """One step, as the command shows it.
 
-    Attributes:
-        run: the run's folder.
-        record: the step.
-        kind: the kind of the tensors in the report.
-        report: the report of the requested tensors.
-        measured: the number of tensors of this kind in the step.
-        attempt: the attempt that wrote the step.
-        attempts: all attempts in the folder.
-        findings: the findings whose range includes this step, most severe first.
-        nearest: if the step has no tensors of this kind, the nearest steps before and after that have some.
+    The report has the requested tensors of this kind; ``measured`` is their number in the step. ``attempts``
+    are all of the folder. The findings are those whose range includes this step, most severe first. If the
+    step has no tensors of this kind, ``nearest`` are the nearest steps before and after that have some.
     """
 
     run: str

@@ -220,9 +220,8 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
         lines.append(text((f"{what} equal{end}", style), f" Compared {how}: {both}."))
     else:
         what = "The runs" if found.not_compared else "Statistics or scalars"
-        lines.append(
-            text((f"{what} first differ at step {found.step}.", "bold red"), f" Compared {how}: {both}.")
-        )
+        first = f"{what} first differ at step {found.step}."
+        lines.append(text((first, "bold red"), f" Compared {how}: {both}."))
         lines += _parting(found, top)
     if found.not_compared:
         note = f"Only statistics were compared, not bits: {found.not_compared}."
@@ -244,9 +243,8 @@ def _notes(found: Comparison) -> Iterable[str]:
         if names:
             yield f"only in {where}: {shortened(names)}"
     if found.shapes:
-        yield "different shape or dtype: " + shortened(
-            [f"{name}, {a} in A and {b} in B" for name, (a, b) in found.shapes.items()]
-        )
+        differ = [f"{name}, {a} in A and {b} in B" for name, (a, b) in found.shapes.items()]
+        yield f"different shape or dtype: {shortened(differ)}"
     for where, steps in zip("BA", found.missing, strict=True):
         if steps:
             yield f"{where} lacks {len(steps)} steps of the other run: {shortened(list(map(str, steps)))}"
@@ -270,10 +268,8 @@ def _parting(found: Comparison, top: int | None) -> Iterable[RenderableType]:
     table = grid(["", "in order of computation", "statistic", ">A", ">B", ">rel. diff."])
     for i, difference in enumerate(found.first[:top], 1):
         what, a, b = _most_telling(difference)
-        style = "bold" if i == 1 else ""
-        table.add_row(
-            str(i), text(difference.name), what, number(a, 6), number(b, 6), _relative(a, b), style=style
-        )
+        numbers = number(a, 6), number(b, 6), _relative(a, b)
+        table.add_row(str(i), text(difference.name), what, *numbers, style="bold" if i == 1 else "")
     yield table
     if top is not None and len(found.first) > top:
         yield text((f"… {len(found.first) - top} more differ in this step", "dim"))
@@ -337,9 +333,8 @@ def doctor(found: Doctor) -> RenderableType:
             facts.add_row(name, version or "not installed")
     facts.add_row("triton's driver", text(found.triton))
     facts.add_row("C++ compiler", text(found.compiler or "none"))
-    facts.add_row(
-        "backward() in a graph", "trace_autograd_ops: " + ("yes" if found.trace_autograd_ops else "no")
-    )
+    traces = "yes" if found.trace_autograd_ops else "no"
+    facts.add_row("backward() in a graph", f"trace_autograd_ops: {traces}")
     facts.add_row("TRITON_INTERPRET", "set" if found.interpreted else "not set")
     if found.run_dir is not None and found.free is not None:
         facts.add_row("space for runs", text(f"{found.free / 2**30:,.1f} GiB free at {found.run_dir}"))
@@ -356,9 +351,8 @@ def doctor(found: Doctor) -> RenderableType:
     for name, package in found.packages.items():
         have = package["version"]
         how = "" if have else f"pip install 'gradiometer[{package['extra']}]'"
-        packages.add_row(
-            text(name), text((have or "missing", "green" if have else "dim")), package["use"], text(how)
-        )
+        shown = text((have or "missing", "green" if have else "dim"))
+        packages.add_row(text(name), shown, package["use"], text(how))
     problems: list[RenderableType] = [text(("no problem found", "green"))]
     if found.problems:
         n = len(found.problems)

@@ -42,22 +42,11 @@ _WIDE: Final = 100.0
 class Frame:
     """The current state of a run.
 
-    Attributes:
-        run, model, device: the run's folder, the class of its model, and its device.
-        closed: whether the run was closed.
-        fault: a summary of its black box; None if it has none.
-        attempt: the number of the last attempt, from 1.
-        step: the last step; None if none is on disk yet.
-        recorded_step: the last step with tensors.
-        steps, skipped, nonfinite: the numbers of steps, of skipped updates, and of steps with a NaN or
-            Inf in a gradient.
-        age: seconds since the last step ended.
-        steps_per_second: the average over the last 50 steps, without those of earlier attempts.
-        scalars: the scalars of the last step.
-        total_norm: the total gradient norm of ``recorded_step``.
-        loss_curve, norm_curve: the values of the last steps.
-        findings: the findings, most severe first, then latest first.
-        report: the gradients of ``recorded_step``.
+    ``step`` is the last step on disk, ``recorded_step`` the last with tensors: ``total_norm`` and ``report``
+    are those of its gradients. ``steps``, ``skipped`` and ``nonfinite`` are the numbers of steps, of skipped
+    updates, and of steps with a NaN or Inf in a gradient. ``age`` is in seconds since the last step ended.
+    ``steps_per_second`` is the average over the last 50 steps, without those of earlier attempts. The
+    findings are sorted, most severe first, then latest first.
     """
 
     run: str
@@ -82,9 +71,8 @@ class Frame:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, without the curves."""
-        values = {
-            name: x for name, x in vars(self).items() if name != "report" and not name.endswith("_curve")
-        }
+        left_out = {"report", "loss_curve", "norm_curve"}
+        values = {name: x for name, x in vars(self).items() if name not in left_out}
         values["findings"] = [finding.to_dict() for finding in self.findings]
         values["worst"] = {} if self.report is None else plain(self.report, _IN_JSON)["tensors"]
         return values

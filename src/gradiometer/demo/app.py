@@ -141,9 +141,8 @@ def _put_in_an_inf(training: Training, run: _Run, monitor: gm.Monitor, checks: _
     found = f"weights and moments are {'unchanged, bit by bit' if same else 'CHANGED'}"
     checks.add("its update is skipped", found, ok=same)
     finite = sum(not r.total("n_nonfinite") for r in after)
-    checks.add(
-        "training continues", f"{finite} of the next {len(after)} steps are finite", ok=finite == len(after)
-    )
+    found = f"{finite} of the next {len(after)} steps are finite"
+    checks.add("training continues", found, ok=finite == len(after))
 
 
 def _raise_the_learning_rate(training: Training, run: _Run, monitor: gm.Monitor, checks: _Checks) -> None:
@@ -216,9 +215,8 @@ def _write_page(folder: Path, steps: int, checks: _Checks) -> None:
 
     run = read_run(folder)
     found = run.steps.num_rows
-    checks.add(
-        "the run is on disk", f"{found} of {steps} steps, {len(run.findings)} findings", ok=found == steps
-    )
+    on_disk = f"{found} of {steps} steps, {len(run.findings)} findings"
+    checks.add("the run is on disk", on_disk, ok=found == steps)
     page = write_page(run)
     is_on_path = shutil.which("gradiometer")
     command = "gradiometer" if is_on_path else f"{os.path.relpath(sys.executable)} -m gradiometer"
@@ -288,9 +286,8 @@ def _parse(
     device, backend = torch.device(wanted), options.backend
     problem = None if backend == "aot_eager" else _inductor_problem(device)
     if problem and backend:
-        parser.error(
-            f"--backend {backend} does not work here: {problem}; use aot_eager, which needs no compiler"
-        )
+        msg = f"--backend {backend} does not work here: {problem}; use aot_eager, which needs no compiler"
+        parser.error(msg)
     if problem:
         backend = "aot_eager"
         print(f"Inductor does not work here, so the backend is aot_eager:\n  {problem}\n")

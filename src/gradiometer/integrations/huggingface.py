@@ -178,9 +178,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
 
     def _resumed(self, checkpoint: Any) -> Path | None:
         if checkpoint is True:
-            last = require(
-                "transformers.trainer_utils", "transformers", "MonitorCallback"
-            ).get_last_checkpoint
+            utils = require("transformers.trainer_utils", "transformers", "MonitorCallback")
             folder = self._trainer.args.output_dir
-            checkpoint = last(folder) if os.path.isdir(folder) else None  # noqa: PTH112 may be remote
+            checkpoint = utils.get_last_checkpoint(folder) if os.path.isdir(folder) else None  # noqa: PTH112 may be remote
         return Path(checkpoint) if checkpoint else None

@@ -102,13 +102,11 @@ class MonitorCallback(Callback):  # type: ignore[misc]
             self._session.give_up(reason, for_all=True)
             return
         # with manual optimization, `global_step` counts each optimizer's update
-        step = trainer.global_step // (
-            1 if pl_module.automatic_optimization else max(len(trainer.optimizers), 1)
-        )
+        updates = 1 if pl_module.automatic_optimization else max(len(trainer.optimizers), 1)
         self._session.begin(
             pl_module,
             scaler=scaler_of(trainer.precision_plugin),
-            step=step,
+            step=trainer.global_step // updates,
             state=resumed,
             optimizers=trainer.optimizers,
         )

@@ -17,7 +17,7 @@ from gradiometer.recorder import Driver, master_copies
 from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -117,7 +117,9 @@ def watch(
         monitor.call_at_close(each.register_step_post_hook(loop.after).remove)
     if scaler is not None:
         monitor.skips = scaler.is_enabled()
-        monitor.call_at_close(loop.wrap(scaler))
+        # records before `scaler.step`, and ends the step after it, even if skipped
+        watched = scaler.step = _WatchedStep(loop, scaler)  # type: ignore[method-assign]
+        monitor.call_at_close(watched.unwrap)
     return monitor
 
 
@@ -230,11 +232,6 @@ class _Loop:
             self._record_outside(optimizer, None)
         self._advance_outside(optimizer)
 
-    def wrap(self, scaler: GradScaler) -> Callable[[], None]:
-        """Record before ``scaler.step``, and end the step after it, even if skipped; return the undoing."""
-        watched = scaler.step = _WatchedStep(self, scaler)  # type: ignore[method-assign]
-        return watched.unwrap
-
     def step_of(self, scaler: GradScaler, step: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``step``, the step of a scaler, and watch it."""
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -266,7 +263,9 @@ class _Loop:
             self._monitor.record(collect_part(part, inv_scale, self._options))
         except Exception as error:  # noqa: BLE001 training goes on
             raise_of_handlers(error)
-            self._fail(error)
+            self._has_failed = True
+            text = "watch: %s; training continues without the monitor"
+            _LOG.warning(text, one_line(f"{type(error).__name__}: {error}"))
 
     def _advance(self, optimizer: Optimizer) -> None:
         if self._is_over:
@@ -287,11 +286,6 @@ class _Loop:
     @property
     def _is_over(self) -> bool:
         return self._has_failed or self._monitor.closed
-
-    def _fail(self, error: Exception) -> None:
-        self._has_failed = True
-        text = "watch: %s; training continues without the monitor"
-        _LOG.warning(text, one_line(f"{type(error).__name__}: {error}"))
 
 
 class _WatchedStep:

@@ -201,9 +201,8 @@ class Session:
         parts = []
         for optimizer in self._several or (None,):
             groups = [] if optimizer is None else optimizer.param_groups
-            parts.append(
-                {self._names[p] for group in groups for p in group["params"] if p in self._names} & left
-            )
+            own = {self._names[p] for group in groups for p in group["params"] if p in self._names}
+            parts.append(own & left)
             left -= parts[-1]
         parts[-1] |= left
         return parts

@@ -50,7 +50,6 @@ class MergeState:
     """The phase of merging on this rank.
 
     Attributes:
-        phase: the phase.
         deadline: when it leaves at the latest; infinite until it is closing.
         fault: the fault with which this rank ends; None without one.
         is_fault_shared: whether the other ranks know the fault.

@@ -44,9 +44,8 @@ class MergeWindow:
     stay. A step counts as skipped if any rank skipped it. For tables, see `TableMerger`.
 
     Args:
-        ranks: the agreement of the ranks.
+        ranks, thresholds: the agreement of the ranks; the thresholds of the flags.
         local: the catalog of this rank; all ranks have the same kinds and taps.
-        thresholds: the thresholds of the flags.
         fingerprint: whether the steps have fingerprints.
         precision: steps divisible by this have tables of sparse schemas; None: none has.
 

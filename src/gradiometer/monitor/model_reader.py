@@ -202,7 +202,11 @@ class ParameterCheck:
         tracked = self._recorder.parameters_tracked
         names = self._recorder.catalog.names
         known = dict(zip(names, tracked, strict=True))
-        now = [(name, _sharded(p, known.get(name))) for name, p in _parameters(self._modules)]
+        now = [
+            (prefix + name, _sharded(p, known.get(prefix + name)))
+            for prefix, module in self._modules.items()
+            for name, p in zip(*named_parameters(module, "Monitor"), strict=True)
+        ]
         if now and not (
             len(now) == len(tracked) and all([a is b for (_, a), b in zip(now, tracked, strict=True)])
         ):
@@ -238,12 +242,6 @@ def modules_of(model: object) -> dict[str, nn.Module]:
     if isinstance(model, Mapping):
         return {f"{name}.": part for name, part in model.items() if isinstance(part, nn.Module)}
     return {}
-
-
-def _parameters(modules: dict[str, nn.Module]) -> Iterable[tuple[str, Tensor]]:
-    for prefix, module in modules.items():
-        for name, parameter in zip(*named_parameters(module, "Monitor"), strict=True):
-            yield prefix + name, parameter
 
 
 def _sharded(parameter: Tensor, tracked: Any) -> Any:

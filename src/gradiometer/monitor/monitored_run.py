@@ -77,9 +77,8 @@ class MonitoredRun:
         self._model_reader = ModelReader(model, recorder)
         self._updates = UpdateTracker(recorder, self._failures, is_enabled=bool(given["updates"]))
         num_ranks = 1 if merger is None or ranks is None else ranks.size
-        describe = partial(
-            setup.run_info, recorder, setup.class_names(model), self._every, catalog, num_ranks
-        )
+        names = setup.class_names(model)
+        describe = partial(setup.run_info, recorder, names, self._every, catalog, num_ranks)
         self._pipeline = Pipeline(
             recorder,
             rules if is_first else (),
@@ -96,10 +95,8 @@ class MonitoredRun:
             is_apart = rank is not None and merger is None
             path = self.run_dir / f"rank-{rank:05d}" if is_apart else self.run_dir
             path = kept_path(path, None if is_apart else rank)
-            weights = bool(given["keep_weights"])
-            self._pipeline.box.kept = KeptSteps(
-                path, recorder, model, weights=weights, failures=self._failures
-            )
+            weights, failures = bool(given["keep_weights"]), self._failures
+            self._pipeline.box.kept = KeptSteps(path, recorder, model, weights=weights, failures=failures)
         self._current = CurrentStep(recorder, self._pipeline, self._updates, self._failures)
         # whether a step may be skipped, and whether a graph that records steps was captured
         self._is_skip_read = self._is_captured = False
@@ -277,6 +274,5 @@ class MonitoredRun:
         self._model_reader.release()
         # a graph may still write into the ring, and the loop may still ask whether to skip a step
         if not self._is_captured:
-            self._failures.attempt(
-                "close", self._recorder.shrink if self._is_skip_read else self._recorder.release
-            )
+            release = self._recorder.shrink if self._is_skip_read else self._recorder.release
+            self._failures.attempt("close", release)

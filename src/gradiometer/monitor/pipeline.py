@@ -50,8 +50,7 @@ class Pipeline:
     Only the process that created it uses it. It ends by `end`, or with the process if `end` was not called.
 
     Args:
-        recorder: the recorder whose steps are delivered.
-        rules, sinks: the rules and sinks that receive them.
+        recorder, rules, sinks: the recorder whose steps are delivered to rules and sinks.
         queue: steps that may wait for them.
         describe: returns the run's information for the sinks, given its first step.
         merger: merges steps with other ranks; then rules and sinks get the job's steps on the first rank. On

@@ -59,8 +59,7 @@ class RankMerger:
     All ranks must create it, `start` it and `finish` it.
 
     Args:
-        ranks: the agreement of the ranks.
-        window: packs and unpacks the steps.
+        ranks, window: the agreement of the ranks; packs and unpacks the steps.
         limit: steps that may wait; beyond that the oldest lose their tensors.
         group: a separate process group on the CPU.
 

@@ -68,10 +68,8 @@ class RingReader:
     The host owns the number of the step. If the copied cursor has another one, something else has changed it,
     and nobody knows which slot belongs to which step: these slots are refused.
 
-    Args:
-        recorder: the recorder that owns the ring.
-        deliver: called with the records that have arrived, in the order of their steps.
-        failures: counts failures, such as scalars that are not numbers, or a lost device.
+    ``deliver``: called with the records that have arrived, in the order of their steps. ``failures``: counts
+    failures, such as scalars that are not numbers, or a lost device.
 
     Attributes:
         step: the number of the current step.

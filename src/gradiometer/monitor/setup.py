@@ -11,13 +11,14 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer import distributed
+from gradiometer import distributed, sinks
 from gradiometer.distributed import RankError, Ranks
 from gradiometer.inputs import tracked_parameters
 from gradiometer.monitor.failures import describe
 from gradiometer.recorder import RunInfo, check_integer, described
-from gradiometer.rules import Rule
-from gradiometer.sinks import Sink
+from gradiometer.rules import Rule, default_rules
+from gradiometer.runs import RankBlackbox, RunRecord
+from gradiometer.sinks import Function, Sink
 from gradiometer.version import __version__
 
 if TYPE_CHECKING:
@@ -63,8 +64,6 @@ def shared_options(given: Mapping[str, Any]) -> dict[str, Any]:
 def prepare_rules(rules: Iterable[Rule] | None) -> list[Rule]:
     """Return the rules; the default rules for None."""
     if rules is None:
-        from gradiometer.rules import default_rules  # noqa: PLC0415 only when needed
-
         return default_rules()
     given = list(rules) if isinstance(rules, Iterable) and not isinstance(rules, str) else [rules]
     for rule in given:
@@ -91,8 +90,6 @@ def prepare_sinks(
         TypeError: for an object that is neither a sink nor a function of a step, or not a path.
         ValueError: for an empty path.
     """
-    from gradiometer.sinks import Function, RunRecord  # noqa: PLC0415 likewise
-
     if run_dir is not None and not isinstance(run_dir, (str, PathLike)):
         msg = f"Monitor(run_dir=...): expected the path of a folder or True, got {type(run_dir).__name__}"
         raise TypeError(msg)
@@ -100,8 +97,6 @@ def prepare_sinks(
         msg = 'Monitor(run_dir=""): pass the path of a folder, "." for the working directory, or None'
         raise ValueError(msg)
     if rank is not None and is_merged:
-        from gradiometer.runs import RankBlackbox  # noqa: PLC0415 likewise
-
         return [] if run_dir is None else [RankBlackbox(run_dir, rank)]
     if rank is not None and run_dir is not None:
         run_dir = Path(run_dir) / f"rank-{rank:05d}"
@@ -123,8 +118,6 @@ def prepare_sinks(
 
 def _not_a_name(sink: str) -> str:
     """Return the message for a name that was passed as a sink."""
-    from gradiometer import sinks  # noqa: PLC0415 likewise
-
     short = {"jsonl": "JSONLines", "json": "JSONLines", "wandb": "WeightsAndBiases"}
     known = {name.lower(): name for name in sinks.__all__ if name not in {"Function", "Selection", "Sink"}}
     name = sink.lower().replace("_", "")

@@ -43,11 +43,7 @@ class SinkThread:
     Producers never block. A full queue drops its oldest steps; their findings are passed with the next ones.
     Faults are never dropped. An error in the sink is counted, and the thread continues.
 
-    Args:
-        name: the name under which failures are counted.
-        calls: the functions to call.
-        limit: the maximum number of steps in the queue.
-        failures: counts errors and dropped steps.
+    ``name``: the name under which failures are counted. ``limit``: the maximum number of steps in the queue.
 
     Attributes:
         dropped: the number of dropped steps, and of those for a sink that could not be opened.

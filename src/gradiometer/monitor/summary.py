@@ -25,14 +25,8 @@ _WARNINGS, _OTHERS = 5, 3
 class FindingLog:
     """Logs each headline once, as one line, when it begins.
 
-    Warnings and errors have the same level in the log, INFO if a sink shows findings by itself. After 20
-    lines a last one says that there are more.
-
-    Args:
-        is_shown: whether a sink shows findings.
-
-    Attributes:
-        logger: the logger to use.
+    Warnings and errors have the same level in the log, INFO if a sink shows findings by itself, as
+    ``is_shown`` says. After 20 lines a last one says that there are more.
     """
 
     def __init__(self, *, is_shown: bool) -> None:
@@ -48,13 +42,12 @@ class FindingLog:
         if all([_key(one) in self._known or one.severity < Severity.WARNING for one in changed]):
             return
         for headline in headlines(findings):
+            if headline.severity < Severity.WARNING:
+                continue
             # a known cause goes on, however many findings follow from it
-            is_known = any(_key(one) in self._known for one in headline.findings)
-            keys = [_key(one) for one in (*headline.findings, *headline.explained)]
-            if headline.severity >= Severity.WARNING and not is_known:
+            if not any(_key(one) in self._known for one in headline.findings):
                 self._log(headline)
-            if headline.severity >= Severity.WARNING:
-                self._known.update(keys)
+            self._known.update(map(_key, (*headline.findings, *headline.explained)))
 
     def load(self, findings: Sequence[Finding]) -> None:
         """Take findings as known, as those of a resumed run."""
@@ -80,12 +73,7 @@ def _key(finding: Finding) -> tuple[object, ...]:
 class Summary:
     """A run so far, on one screen: as text, and as HTML for a notebook.
 
-    Args:
-        steps, recorded: number of steps, and of those with tensors.
-        last: the newest step.
-        findings: of the rules.
-        dropped, failures: as `Monitor.dropped` and `Monitor.failures`.
-        command: the command that shows more; empty without a run record.
+    ``recorded``: the number of steps with tensors. ``command``: it shows more; empty without a run record.
     """
 
     def __init__(

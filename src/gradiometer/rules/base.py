@@ -216,14 +216,11 @@ class TensorRule(WholeRule):
         others = f"; {more:,} more {'tensor is' if more == 1 else 'tensors are'} affected" if more else ""
         made: list[Finding] = []
         for place in chosen.tolist():
-            name, observed = record.names(kind)[place], describe(place)
+            value, limit, message, advice, severity = describe(place)
+            name = record.names(kind)[place]
             begun = record.step if since is None else int(since[place])
-            suffix = "" if made else others
-            text = f"{label(kind, name)}: {observed.message}{suffix}"
-            limit, advice, severity = observed.threshold, observed.advice, observed.severity
-            made.append(
-                self.finding(record, begun, name, observed.value, limit, text, advice, severity, kind)
-            )
+            text = f"{label(kind, name)}: {message}{'' if made else others}"
+            made.append(self.finding(record, begun, name, value, limit, text, advice, severity, kind))
         return made
 
 

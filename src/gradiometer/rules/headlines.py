@@ -23,12 +23,11 @@ _ORDER: Final = (
     "norm_spike", "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units",
     "vanishing", "dead", "update_ratio", "imbalance",
 )  # fmt: skip
-_SPIKES: Final = frozenset({"loss_spike", "norm_spike", "exploding", "update_spike"})
 # what follows when training leaves its course
-_DIVERGED: Final = _SPIKES | {
-    "nonfinite", "update_ratio", "imbalance", "vanishing", "dead", "dead_units", "growing_logits",
-    "collapsing_router",
-}  # fmt: skip
+_DIVERGED: Final = frozenset({
+    "loss_spike", "norm_spike", "exploding", "update_spike", "nonfinite", "update_ratio", "imbalance",
+    "vanishing", "dead", "dead_units", "growing_logits", "collapsing_router",
+})  # fmt: skip
 _QUIET: Final = frozenset({"dead", "dead_units", "vanishing", "imbalance", "not_updated", "stuck"})
 _STOPPED: Final = _QUIET | {"no_gradient_flow", "update_ratio"}
 # causes of updates that are too small
@@ -48,6 +47,7 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     # what is not changed by rounding stays as it was, and its ratio is small
     "stuck": frozenset({"update_ratio"}),
     "no_gradient_flow": _QUIET,
+    # a spike that lasts or comes back soon is one
     "loss_spike": _DIVERGED,
     "norm_spike": _DIVERGED,
     "exploding": _DIVERGED,
@@ -161,7 +161,7 @@ def headlines(findings: Iterable[Finding]) -> list[Headline]:
     live: dict[str, deque[int]] = {rule: deque(maxlen=_LIVE) for rule in _EXPLAINS}
     for group in groups:
         rule = group[0].rule
-        places = sorted({place for cause in live if rule in _follows(cause) for place in live[cause]})
+        places = sorted({place for cause in live if rule in _EXPLAINS[cause] for place in live[cause]})
         alone: list[Finding] = []
         for finding in group:
             # the last of several causes is the nearest
@@ -299,11 +299,6 @@ def _leads_to(cause: str, effect: str) -> bool:
             continue
         return all(numbers) and int(numbers[1][0]) <= int(numbers[0][0])
     return True
-
-
-def _follows(rule: str) -> frozenset[str]:
-    # a spike that lasts or comes back soon is one
-    return _EXPLAINS[rule] | ({rule} & _SPIKES)
 
 
 def _rank(rule: str) -> int:

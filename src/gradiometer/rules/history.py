@@ -81,9 +81,8 @@ class History:
 
     def restart(self, size: int) -> None:
         """Forget the history; from now on, expect ``size`` values per step."""
-        self.count, self.mean, self.deviation = torch.zeros(
-            3, size, dtype=torch.float64, device="cpu"
-        ).unbind()
+        start = torch.zeros(3, size, dtype=torch.float64, device="cpu")
+        self.count, self.mean, self.deviation = start.unbind()
 
     def score(self, x: Tensor, floor: float | None = None) -> Score:
         """Score the values ``(N,) float64`` against their past, then add them to it."""

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 
 from gradiometer.rules.base import BaseRule, WholeRule, mask
-from gradiometer.rules.finding import Finding, Severity, times
+from gradiometer.rules.finding import Finding, Severity, modules_text, times
 from gradiometer.rules.history import is_names
 from gradiometer.rules.known import optimizers_of
-from gradiometer.rules.modules_text import modules_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -93,13 +92,10 @@ class Initialization(WholeRule):
         places = still.nonzero().flatten().tolist()
         if not places:
             return []
-        begun = record.step - self.patience
-        names = record.names("weights")
-        text = (
-            f"{modules_text(names, places)}: weights are still 0, as at the start, and so are their gradients"
-        )
-        name = names[places[0]]
-        return [self.finding(record, begun, name, 0.0, 0.0, text, ZERO, self.severity, "weights")]
+        begun, names = record.step - self.patience, record.names("weights")
+        text = f"{modules_text(names, places)}: weights are still 0, as at the start, and so are their "
+        text += "gradients"
+        return [self.finding(record, begun, names[places[0]], 0.0, 0.0, text, ZERO, kind="weights")]
 
     def _first(self, record: StepRecord) -> list[Finding]:
         rows = record.catalog.rows("weights")
@@ -112,9 +108,8 @@ class Initialization(WholeRule):
             if sum(size > 1 for size in rows.shapes[place]) < 2 or _SCALES.search(rows.names[place]):
                 continue
             if total[place] ** 2 >= squares[place] * numel[place] * (1 - 1e-12):
-                text = (
-                    f"all {int(numel[place]):,} weights are equal, {float(total[place] / numel[place]):.3g}"
-                )
+                size = int(numel[place])
+                text = f"all {size:,} weights are equal, {float(total[place] / size):.3g}"
                 found.append(self._about(record, place, 1.0, 1.0, text, SYMMETRIC))
         found += self._large(record, matrix & ~self.zero, (squares / numel.clamp(min=1.0)).sqrt())
         zeros = self.zero.nonzero().flatten().tolist()
@@ -158,8 +153,8 @@ class Initialization(WholeRule):
         self, record: StepRecord, place: int, value: float, limit: float, text: str, advice: str
     ) -> Finding:
         name = record.names("weights")[place]
-        text = f"{name}: {text}"
-        return self.finding(record, record.step, name, value, limit, text, advice, self.severity, "weights")
+        message = f"{name}: {text}"
+        return self.finding(record, record.step, name, value, limit, message, advice, kind="weights")
 
 
 @dataclass(eq=False, repr=False)

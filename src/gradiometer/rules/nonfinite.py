@@ -96,9 +96,8 @@ class NonFinite(BaseRule):
             # later steps have the same cause: they extend the first finding
             found = Finding.from_dict(self.first)
             if severity > found.severity and lasts:
-                found = replace(
-                    found, message=f"{found.message}; {self.streak} steps in a row are not finite"
-                )
+                message = f"{found.message}; {self.streak} steps in a row are not finite"
+                found = replace(found, message=message)
         elif first is not None:
             # without the step's number, which the finding has separately
             message = str(first_nonfinite_text(record)).partition(", ")[2]

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from gradiometer.rules.base import ChangeRule, mask
-from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.finding import Finding, Severity, modules_text
 from gradiometer.rules.known import driver_of, optimizers_of
-from gradiometer.rules.modules_text import modules_text
 from gradiometer.rules.optimizer import RATE_OF_GROUP, SCHEDULE, learning_rates
 
 if TYPE_CHECKING:

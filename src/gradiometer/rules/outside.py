@@ -55,9 +55,8 @@ class ChangedOutside(TensorRule):
         self.after_step: int | None = None
         # the squared norms after the last recorded update; NaN where they are not known
         self.after = torch.full((size,), torch.nan, dtype=torch.float64, device="cpu")
-        self.times, self.compared, self.since = torch.zeros(
-            3, size, dtype=torch.float64, device="cpu"
-        ).unbind()
+        start = torch.zeros(3, size, dtype=torch.float64, device="cpu")
+        self.times, self.compared, self.since = start.unbind()
 
     def prepare(self, rows: Rows) -> None:
         """Compare with no step of other tensors."""
@@ -89,9 +88,8 @@ class ChangedOutside(TensorRule):
         def describe(place: int) -> Observation:
             if self.times[place] > RARE * self.compared[place]:
                 message = "something other than optimizer.step() changes this weight between steps"
-                return Observation(
-                    float(change[place]), 0.0, message, ADVICE, min(self.severity, Severity.INFO)
-                )
+                severity = min(self.severity, Severity.INFO)
+                return Observation(float(change[place]), 0.0, message, ADVICE, severity)
             message = "something other than optimizer.step() has changed this weight between steps "
             message += f"{record.step - 1} and {record.step}, its norm from {float(were[place]):.4g} to "
             message += f"{float(norms[place]):.4g}"

@@ -148,9 +148,7 @@ class UpdateRatio(TensorRule):
             return []
         text = f"all updates together have {ratio:.2g} times the norm of all weights: "
         text += "the learning rate is too large, or the weights are too small for it"
-        return [
-            self.finding(record, self.since, None, ratio, WHOLE, text, TOO_FAST, self.severity, "updates")
-        ]
+        return [self.finding(record, self.since, None, ratio, WHOLE, text, TOO_FAST, kind="updates")]
 
     def _change(self, norm: Tensor, step: int) -> Tensor:
         before, since = self.before, self.before_step

@@ -58,9 +58,6 @@ class ReplicaDivergence(BaseRule):
         findings: list[Finding] = []
         for name in named:
             since = steps[name]
-            message = f"{name}: {record.diverged[name]} since step {since}"
-            message += "" if findings else others
-            findings.append(
-                self.finding(record, since, name, count, 0.0, message, ADVICE, self.severity, "weights")
-            )
+            message = f"{name}: {record.diverged[name]} since step {since}{'' if findings else others}"
+            findings.append(self.finding(record, since, name, count, 0.0, message, ADVICE, kind="weights"))
         return findings

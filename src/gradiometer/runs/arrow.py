@@ -55,9 +55,8 @@ def codes(column: pa.ChunkedArray, index: Mapping[str, int]) -> Tensor:
     parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
     for chunk in column.chunks:
         if len(chunk):
-            places = torch.tensor(
-                [index.get(word, -1) for word in chunk.dictionary.to_pylist()], device="cpu"
-            )
+            found = [index.get(word, -1) for word in chunk.dictionary.to_pylist()]
+            places = torch.tensor(found, device="cpu")
             parts.append(places.index_select(0, from_dlpack(chunk.indices)))
     return torch.cat(parts)
 

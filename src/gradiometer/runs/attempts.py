@@ -11,18 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 # the keys of run.json that another attempt may change
-_CHANGING: Final = (
-    "model",
-    "catalog",
-    "thresholds",
-    "every",
-    "capacity",
-    "versions",
-    "device",
-    "ranks",
-    "fingerprint",
-    "precision",
-)
+_CHANGING: Final = "model catalog thresholds every capacity versions device ranks fingerprint precision"
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,7 @@ def keep_changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     if not old.get("attempts"):
         return
     before, now = old["attempts"][-1], plain(dict(new))
-    for key in _CHANGING:
+    for key in _CHANGING.split():
         if key in old and old[key] != now.get(key):
             before.setdefault(key, old[key])
 
@@ -71,7 +60,7 @@ def as_of(info: Mapping[str, Any], attempt: int) -> dict[str, Any]:
     entries = info.get("attempts", [])
     found = {**info, "attempts": [entry for entry in entries if entry["attempt"] <= attempt]}
     for entry in reversed([entry for entry in entries if entry["attempt"] >= attempt]):
-        found |= {key: entry[key] for key in _CHANGING if key in entry}
+        found |= {key: entry[key] for key in _CHANGING.split() if key in entry}
     if len(found["attempts"]) < len(entries):
         found["closed"] = any(entry.get("ended") is not None for entry in found["attempts"][-1:])
     return found

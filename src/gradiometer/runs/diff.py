@@ -92,11 +92,8 @@ def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | Non
     kinds = _common_kinds(a.catalog, b.catalog)
     here, there = (RunTensors(run, _rows(run.catalog, kinds, ignore)) for run in (a, b))
     shared = [key for key in here.rows if key in there.rows]
-    shapes = {}
-    for key in shared:
-        forms = here.form(key), there.form(key)
-        if forms[0] != forms[1]:
-            shapes[key] = forms
+    forms = {key: (here.form(key), there.form(key)) for key in shared}
+    shapes = {key: pair for key, pair in forms.items() if pair[0] != pair[1]}
     steps = [_steps(run) for run in (a, b)]
     common = sorted(steps[0].keys() & steps[1].keys())
     recorded = [s for s in common if steps[0][s] and steps[1][s]]
@@ -141,7 +138,7 @@ def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | Non
         ),
         only_a=_labels(kinds, [key for key in here.rows if key not in there.rows]),
         only_b=_labels(kinds, [key for key in there.rows if key not in here.rows]),
-        shapes={kinds[key[0]].label(key[1]): forms for key, forms in shapes.items()},
+        shapes={kinds[kind].label(name): pair for (kind, name), pair in shapes.items()},
         missing=(_missing(steps[0], steps[1], common), _missing(steps[1], steps[0], common)),
         first=tuple(first),
         scalars=tuple(scalars),

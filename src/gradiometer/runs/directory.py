@@ -73,14 +73,9 @@ def is_taken(run: Path) -> bool:
     return False
 
 
-def is_locked(run: Path, lock: Any) -> bool:
-    """Return whether the folder still has the file of a lock that `take` returned."""
-    # only stat: closing a second descriptor of the file would release the lock
-    return is_at(run / ".lock", lock)
-
-
 def is_at(path: Path, file: IO[Any]) -> bool:
     """Return whether an open file still has this path."""
+    # only stat: closing a second descriptor of a locked file would release the lock
     try:
         return not file.closed and os.path.samestat(os.fstat(file.fileno()), path.stat())
     except (FileNotFoundError, NotADirectoryError):

@@ -43,9 +43,8 @@ def open_file(path: Path) -> IO[bytes]:
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 the caller closes it
     stat = os.fstat(file.fileno())
     # a file of some bytes can have holes of terabytes, which would be read as zeros
-    is_sparse = stat.st_size > _LARGEST_HOLE and stat.st_size > _HOLES * 512 * getattr(
-        stat, "st_blocks", math.inf
-    )
+    on_disk = 512 * getattr(stat, "st_blocks", math.inf)
+    is_sparse = stat.st_size > max(_LARGEST_HOLE, _HOLES * on_disk)
     if stat_.S_ISREG(stat.st_mode) and not is_sparse:
         return file
     file.close()

@@ -58,9 +58,8 @@ def json_file(name: str, value: Mapping[str, Any]) -> tuple[bytes, str]:
     content: dict[str, Any] = plain(value)
     digest = json_digest(name, content)
     # a line for each key: names and shapes of a thousand tensors would be thousands of lines
-    lines = [
-        f" {json.dumps(key)}: {to_json(x, indent=None)}" for key, x in (content | {"digest": digest}).items()
-    ]
+    pairs = (content | {"digest": digest}).items()
+    lines = [f" {json.dumps(key)}: {to_json(x, indent=None)}" for key, x in pairs]
     return ("{\n" + ",\n".join(lines) + "\n}").encode(), digest
 
 

@@ -186,9 +186,8 @@ class OpenSegment:
         """Return the table of steps, and those of schemas, by name."""
         if len(self._made) > 1:
             # a table without rows has no columns of fingerprints
-            self._made = [
-                {name: joined([x[name] for x in self._made]).combine_chunks() for name in self._made[0]}
-            ]
+            made = self._made
+            self._made = [{name: joined([x[name] for x in made]).combine_chunks() for name in made[0]}]
         return self._made[0]
 
     def _close_journal(self, *, remove: bool) -> None:

@@ -185,19 +185,16 @@ class TableReader(OpenedRun):
                     tables |= read(key, schema, own)
             columns = [rows[name].to_pylist() for name in ("time", "skipped")]
             for step, scalars, time, skipped in zip(steps, scalars_of(rows), *columns, strict=True):
-                own_tables = {
-                    name: tables[name, step] for name in self.catalog.kinds if (name, step) in tables
-                }
-                yield StepRecord(step, time, scalars, self.catalog, own_tables, skipped, self.thresholds)
+                found = {name: tables[name, step] for name in of if (name, step) in tables}
+                yield StepRecord(step, time, scalars, self.catalog, found, skipped, self.thresholds)
 
     def _sparse_tables(
         self, key: tuple[int, int], _: Schema, kinds: Mapping[Kind, list[int]]
     ) -> dict[tuple[str, int], Table]:
         """Return the tables of kinds by kind and step, which are read when their values are asked."""
+        rows = self.catalog.rows
         return {
-            (kind.name, step): Table(
-                kind, self.catalog.rows(kind.name), partial(self._sparse, key, kind, step)
-            )
+            (kind.name, step): Table(kind, rows(kind.name), partial(self._sparse, key, kind, step))
             for kind, steps in kinds.items()
             for step in steps
         }
@@ -254,19 +251,12 @@ class TableReader(OpenedRun):
         """Return the recorded steps; of a kind that is stored sparsely, those that have it."""
         steps = cut(self.steps, first, last)
         if self._kind(kind).schema.storage == "sparse":
-            there = pyarrow().array(
-                [kind in kinds for kinds in steps["kinds"].to_pylist()], pyarrow().bool_()
-            )
-            return numbers(steps.filter(there)["step"])
+            having = [kind in kinds for kinds in steps["kinds"].to_pylist()]
+            return numbers(steps.filter(pyarrow().array(having, pyarrow().bool_()))["step"])
         return numbers(steps.filter(steps["recorded"])["step"])
 
     def _rows_of(
-        self,
-        schema: str,
-        key: tuple[int, int],
-        columns: Sequence[str],
-        first: int | None,
-        last: int | None,
+        self, schema: str, key: tuple[int, int], columns: Sequence[str], first: int | None, last: int | None
     ) -> pa.Table:
         """Return rows of a segment with the columns that identify them; other steps may be included."""
         where: Any = None

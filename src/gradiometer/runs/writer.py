@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.runs.attempts import keep_changed
-from gradiometer.runs.directory import is_locked, release, remove_leftovers, take
+from gradiometer.runs.directory import is_at, release, remove_leftovers, take
 from gradiometer.runs.files import RunError
 from gradiometer.runs.format import list_segments, segment_path
 from gradiometer.runs.info import load_catalog, merged_catalog
@@ -320,7 +320,7 @@ class RunRecord:
 
     def _restore(self) -> None:
         """Make the folder again if it was removed, and write again what is in memory."""
-        is_locked_here = is_locked(self.path, self._lock)
+        is_locked_here = is_at(self.path / ".lock", self._lock)
         folders = [self.path / table for table in ("steps", *schemas_of(self._catalog))]
         if is_locked_here and all([path.is_dir() for path in folders]):
             return

@@ -6,6 +6,7 @@ import io
 import math
 import sys
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.columns import Flag
@@ -115,15 +116,13 @@ class Console:
         """Print the last step and the number of findings."""
         if self._newest is not None and (self._last is None or self._newest.step > self._last.step):
             self._print_step(self._newest)
-        counts = {
-            severity: [*self._printed.values()].count(severity) for severity in sorted(Severity, reverse=True)
-        }
-        plural = {
-            severity: "" if severity is Severity.INFO or n == 1 else "s" for severity, n in counts.items()
-        }
-        summary = ", ".join(f"{n} {severity}{plural[severity]}" for severity, n in counts.items() if n)
-        if summary:
-            self._print(self._text((f"findings: {summary}", "dim")))
+        counts = [
+            f"{n} {severity}" + ("s" if n != 1 and severity is not Severity.INFO else "")
+            for severity in reversed(Severity)
+            if (n := [*self._printed.values()].count(severity))
+        ]
+        if counts:
+            self._print(self._text((f"findings: {', '.join(counts)}", "dim")))
 
     def _print_step(self, record: StepRecord) -> None:
         parts = [(f"step {record.step:>7}", "bold")]
@@ -156,9 +155,7 @@ class Console:
                 advised.add(finding.advice)
                 self._print(self._text((f"         try: {finding.advice}", "dim")))
         if len(worst) > self._most:
-            rules: dict[str, int] = {}
-            for finding in worst[self._most :]:
-                rules[finding.rule] = rules.get(finding.rule, 0) + 1
+            rules = Counter(finding.rule for finding in worst[self._most :])
             rest = ", ".join(f"{n} {rule}" for rule, n in rules.items())
             self._print(self._text((f"         and {len(worst) - self._most} more: {rest}", "dim")))
 
@@ -217,20 +214,17 @@ def _state(record: StepRecord) -> list[tuple[str, str]]:
     flags = record.flags()
     counts = {word: int((flags & int(flag) != 0).sum()) for flag, word in _WORDS.items()}
     # non-finite tensors are flagged as exploding too; count them only once
-    counts["exploding"] = int(
-        ((flags & int(Flag.EXPLODING | Flag.NAN | Flag.INF)) == int(Flag.EXPLODING)).sum()
-    )
+    exploding = (flags & int(Flag.EXPLODING | Flag.NAN | Flag.INF)) == int(Flag.EXPLODING)
+    counts["exploding"] = int(exploding.sum())
     found = ", ".join(f"{n} {word}" for word, n in counts.items() if n)
     parts = [(f"   {found}", "yellow") if found else ("   ok", "green")]
     return parts + [("   skipped", "bold yellow")] * record.skipped
 
 
 def _panel(fault: Fault) -> Any:
-    group, panel = (
-        require("rich.console", "monitor", "Console").Group,
-        require("rich.panel", "monitor", "Console"),
-    )
-    text, table = require("rich.text", "monitor", "Console").Text, require("rich.table", "monitor", "Console")
+    modules = ("text", "console", "panel", "table")
+    rich_text, console, panel, table = [require(f"rich.{name}", "monitor", "Console") for name in modules]
+    text = rich_text.Text
     message = f"  {one_line(fault.message)}".rstrip()
     rows: list[Any] = [text.assemble((printable(fault.reason), "bold red"), message)]
     if fault.first_nonfinite:
@@ -255,4 +249,4 @@ def _panel(fault: Fault) -> Any:
             grid.add_row(*cells, style="red" if bad > 0 else "")
         rows += [text(""), grid]
     title = f"gradiometer: the last steps before step {fault.step}"
-    return panel.Panel(group(*rows), title=title, title_align="left", border_style="red")
+    return panel.Panel(console.Group(*rows), title=title, title_align="left", border_style="red")

@@ -76,9 +76,8 @@ class Function:
 
 def _takes_findings(function: object) -> bool:
     if not callable(function):
-        raise TypeError(
-            f"Function: {function!r} is not callable; pass a function of (record) or (record, findings)"
-        )
+        msg = f"Function: {function!r} is not callable; pass a function of (record) or (record, findings)"
+        raise TypeError(msg)
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin without a signature

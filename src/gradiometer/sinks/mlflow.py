@@ -69,9 +69,8 @@ class MLflow:
         if run_id is None and (active := mlflow.active_run()) is not None:
             run_id = active.info.run_id
         if run_id is None and experiment is None:
-            raise ValueError(
-                "MLflow: there is no active run; call mlflow.start_run first, or pass experiment=..."
-            )
+            msg = "MLflow: there is no active run; call mlflow.start_run first, or pass experiment=..."
+            raise ValueError(msg)
         self._client = mlflow.MlflowClient(tracking_uri)
         self._owned = run_id is None
         self._run_id = self._new_run(str(experiment)) if run_id is None else run_id

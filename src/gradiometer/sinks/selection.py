@@ -99,9 +99,8 @@ class Selection:
 
     def values(self, record: StepRecord) -> dict[str, float]:
         """Return the selected values of one step by key, only of measured tensors; they may be non-finite."""
-        values = {
-            f"train/{encodable(name)}": x for name, x in record.scalars.items() if _found(self.scalars, name)
-        }
+        scalars = record.scalars.items()
+        values = {f"train/{encodable(name)}": x for name, x in scalars if _found(self.scalars, name)}
         for name, table in record.tables.items():
             kind, measured = table.kind, table.measured.tolist()
             if not self._selects(kind) or not any(measured):

@@ -64,9 +64,8 @@ class WeightsAndBiases:
             options.setdefault("scalars", None)
         self.selection = Selection(**options)
         if self._owned and project is None:
-            raise ValueError(
-                "WeightsAndBiases: there is no active run; call wandb.init first, or pass project=..."
-            )
+            msg = "WeightsAndBiases: there is no active run; call wandb.init first, or pass project=..."
+            raise ValueError(msg)
         if self._owned:
             # not on the background thread, because it may prompt for an API key
             self._run = wandb.init(project=project, **(init or {}))

@@ -156,10 +156,8 @@ def _truth(column: Any) -> Tensor:
 def _lasts(recorded: Tensor, binned: int) -> Tensor:
     if not len(recorded):
         return recorded
-    ends = torch.arange(binned - 1, len(recorded) + binned - 1, binned, device="cpu").clamp(
-        max=len(recorded) - 1
-    )
-    return recorded[ends]
+    ends = torch.arange(binned - 1, len(recorded) + binned - 1, binned, device="cpu")
+    return recorded[ends.clamp(max=len(recorded) - 1)]
 
 
 def _scalars(run: Run) -> dict[str, tuple[Tensor, Tensor]]:
@@ -187,14 +185,10 @@ def _line(step: Tensor, values: Tensor, bad: Tensor, most: int = MOST_POINTS) ->
         size = math.ceil(len(keep) / (most // 2))
         places = torch.cat([keep, keep[-1:].expand(-len(keep) % size)]).view(-1, size)
         of = values[places]
-        keep = torch.cat(
-            [places.gather(1, of.argmin(1, keepdim=True)), places.gather(1, of.argmax(1, keepdim=True))]
-        )
-    gaps = torch.tensor(
-        [first for first, _ in _ranges(torch.arange(len(bad), device="cpu"), bad)],
-        dtype=torch.int64,
-        device="cpu",
-    )
+        ends = torch.stack([of.argmin(1), of.argmax(1)], dim=1)
+        keep = places.gather(1, ends)
+    starts = [first for first, _ in _ranges(torch.arange(len(bad), device="cpu"), bad)]
+    gaps = torch.tensor(starts, dtype=torch.int64, device="cpu")
     keep = torch.cat([keep.flatten(), gaps]).unique()
     points = [float(f"{y:.6g}") if math.isfinite(y) else None for y in values[keep].tolist()]
     return {"x": step[keep].tolist(), "y": points}

@@ -7,8 +7,6 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from gradiometer.runs import Run
@@ -58,7 +56,11 @@ def _ending(run: Run, loss: Tensor) -> dict[str, Any]:
     last = max([entry.get("attempt", 1) for entry in attempts], default=1)
     attempt, reason = blackbox.get("attempt", last), str(blackbox.get("reason", "fault"))
     of = f" of attempt {attempt}" if len(attempts) > 1 else ""
-    lines = [f"Black box{of}: {reason} at step {blackbox.get('step', '?')}", *_details(blackbox)]
+    lines = [f"Black box{of}: {reason} at step {blackbox.get('step', '?')}"]
+    if where := blackbox.get("first_nonfinite"):
+        lines.append(f"First non-finite: {where}")
+    if message := blackbox.get("message"):
+        lines.append(str(message)[:MOST_LETTERS])
     if attempt != last:
         lines.append(f"Attempt {last} continued the run.")
     elif reason == "non-finite loss" and len(loss) and bool(loss[-1].isfinite()):
@@ -66,15 +68,6 @@ def _ending(run: Run, loss: Tensor) -> dict[str, Any]:
     else:
         state = {"text": f"✖ {reason}", "mood": "broken"}
     return {"state": state, "fault": lines}
-
-
-def _details(blackbox: Mapping[str, Any]) -> list[str]:
-    lines = []
-    if blackbox.get("first_nonfinite"):
-        lines.append(f"First non-finite: {blackbox['first_nonfinite']}")
-    if blackbox.get("message"):
-        lines.append(str(blackbox["message"])[:MOST_LETTERS])
-    return lines
 
 
 def _date(seconds: Any) -> str:

@@ -81,9 +81,8 @@ def contents(runs: Sequence[Run]) -> tuple[dict[str, Any], dict[str, str]]:
             "more": max(0, len(found.first) - MOST_NAMES),
             "bits": "" if found.not_compared else found.verdict,
         }
-    return values, {
-        f"{k}-{name}": code for k, page in enumerate(pages) for name, code in page.matrices.items()
-    }
+    numbered = enumerate(page.matrices.items() for page in pages)
+    return values, {f"{k}-{name}": code for k, matrices in numbered for name, code in matrices}
 
 
 def document(values: dict[str, Any], matrices: dict[str, str]) -> bytes:
@@ -91,12 +90,11 @@ def document(values: dict[str, Any], matrices: dict[str, str]) -> bytes:
     script = _text([f"{name}.js" for name in _SCRIPTS])
     script = _script(f'"use strict";\n(() => {{\n{script}}})();')
     style = f"\n{_text(['page.css'])}"
+    connect = "'self'" if "live" in values else "'none'"
     titles = " and ".join(page["title"] for page in values["runs"])
     parts = {
         "script": script,
-        "policy": _POLICY.format(
-            script=_hash(script), style=_hash(style), connect="'self'" if "live" in values else "'none'"
-        ),
+        "policy": _POLICY.format(script=_hash(script), style=_hash(style), connect=connect),
         "version": html.escape(__version__),
         "title": html.escape(f"{titles} \u2013 gradiometer"),
         "css": style,
