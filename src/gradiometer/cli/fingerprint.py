@@ -99,7 +99,7 @@ def _reason(error: Exception) -> str:
 
 
 def stored(file: Path) -> dict[str, str]:
-    """Return fingerprints that were stored as JSON; a RunError if the file holds anything else."""
+    """Return fingerprints that were stored as JSON; raise RunError if the file holds anything else."""
     _check_regular(file)
     try:
         with open_file(file) as opened:

@@ -53,7 +53,7 @@ class Listed:
 def look(folder: Path, now: float | None = None) -> list[Listed]:
     """Return the runs in a folder and below it, the latest first; ``now`` is the Unix time.
 
-    Hidden folders are left out, and links are not followed. A RunError if there is no such folder.
+    Hidden folders are left out, and links are not followed. Raise RunError if there is no such folder.
     """
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder; pass one that has runs in it or below it")

@@ -75,8 +75,8 @@ class PrecisionOverRun:
 def look(run: Run, step: int | None, kind: str, formats: Sequence[str] | None) -> PrecisionOverRun:
     """Return what a run says about formats, or all of them.
 
-    ``step``: a measured step; negative numbers count from the end, and None is the last one. A RunError if
-    there are no histograms of that step or kind says what there is.
+    ``step``: a measured step; negative numbers count from the end, and None is the last one. Raise RunError,
+    which says what there is, if there are no histograms of that step or kind.
     """
     steps = run.precision_steps
     if step is not None and -len(steps) <= step < 0:

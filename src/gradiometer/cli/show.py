@@ -73,8 +73,8 @@ def look(
 
     Negative numbers of steps count from the end. None is the last step with tensors of this kind, or the last
     step if none has any, and then with the findings of all steps. With ``name``, the report has only tensors
-    whose name matches (`re.Pattern.search`). A RunError if the run has no such step, kind or tensor says what
-    it has.
+    whose name matches (`re.Pattern.search`). Raise RunError, which says what the run has, if it has no such
+    step, kind or tensor.
     """
     rows = run.steps.select(["step", "kinds", "attempt"])
     is_last = step is None

@@ -239,7 +239,7 @@ class Schema:
         return name in self.index or name in self._functions
 
     def __getitem__(self, name: str) -> Column | Derived:
-        """Return a column or derived value by name; a KeyError if there is none."""
+        """Return a column or derived value by name; raise KeyError if there is none."""
         if name in self.index:
             return self.columns[self.index[name]]
         return next(value for value in self.derived if value.name == self._known(name))

@@ -62,9 +62,10 @@ def while_running(hook: _Hook) -> _Hook:
 
 
 class Session:
-    """Watches consecutive training runs, each with its own `Monitor`; a TypeError for an unknown option.
+    """Watches consecutive training runs, each with its own `Monitor`.
 
-    ``caller``: the name of the callback, for messages. ``logger``: the trainer's logger, for findings.
+    ``caller``: the name of the callback, for messages. ``logger``: the trainer's logger, for findings. An
+    unknown option raises TypeError.
 
     Attributes:
         monitor: the monitor of the current or last run; None before the first.

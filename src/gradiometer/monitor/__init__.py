@@ -1,4 +1,4 @@
-"""`Monitor`: recorded steps -> host -> rules -> sinks, on background threads.
+"""`Monitor`: recorded steps -> host -> run record, rules -> other sinks, on background threads.
 
 It owns the recorder, the threads and queues between recorder and sinks, the black box, the handling of
 signals that end a process, and the merging of ranks. It does not measure tensors itself, and training never

@@ -154,7 +154,7 @@ class Monitor(MonitoredRun):
         self._next_check = 0.0
 
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:
-        """Measure the gradients, and the weights if requested, into the current step's row.
+        """Measure the gradients, and the weights if requested, into the current step's slot of the ring.
 
         It may be called inside or outside of a compiled step. Outside, `advance` may be called on another
         stream; a stream that runs a compiled step or replays a graph has to be waited for first, as for any

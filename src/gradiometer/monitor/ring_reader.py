@@ -68,8 +68,9 @@ class RingReader:
     The host owns the number of the step. If the copied cursor has another one, something else has changed it,
     and nobody knows which slot belongs to which step: these slots are refused.
 
-    ``deliver``: called with the records that have arrived, in the order of their steps. ``failures``: counts
-    failures, such as scalars that are not numbers, or a lost device.
+    ``deliver``: called with the records that have arrived, in the order of their steps; a monitor passes a
+    method of its `Pipeline`. ``failures``: counts failures, such as scalars that are not numbers, or a lost
+    device.
 
     Attributes:
         step: the number of the current step.

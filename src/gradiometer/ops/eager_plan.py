@@ -28,7 +28,7 @@ BATCH_ALONE: Final = 2**17
 FEW: Final = BATCH // 3
 
 
-class Group(NamedTuple):
+class PaddedGroup(NamedTuple):
     """Small tensors of one dtype that are padded to one width.
 
     ``indices``: their positions in the call. ``flat``: whether each has one dimension. ``padding``: the zeros
@@ -42,7 +42,7 @@ class Group(NamedTuple):
     padding: list[Tensor]
 
 
-class Plan(NamedTuple):
+class EagerPlan(NamedTuple):
     """How to measure a list of tensors.
 
     ``large``, ``single``: the indices of large tensors and of single numbers. ``batches``: those of
@@ -52,12 +52,12 @@ class Plan(NamedTuple):
     large: list[int]
     single: list[int]
     batches: list[list[int]]
-    groups: list[Group]
+    groups: list[PaddedGroup]
 
 
-def plan_of(tensors: Sequence[Tensor]) -> Plan:
+def plan_of(tensors: Sequence[Tensor]) -> EagerPlan:
     """Return the plan for tensors from `prepared`; it also holds if only the addresses differ."""
-    plan = Plan([], [], [], [])
+    plan = EagerPlan([], [], [], [])
     middle: list[tuple[int, int]] = []
     small: dict[torch.dtype, dict[int, list[int]]] = {}
     for index, x in enumerate(tensors):
@@ -92,12 +92,14 @@ def _batches(middle: list[tuple[int, int]]) -> list[list[int]]:
     return batches
 
 
-def _group_of(tensors: Sequence[Tensor], width: int, indices: list[int]) -> Group:
+def _group_of(tensors: Sequence[Tensor], width: int, indices: list[int]) -> PaddedGroup:
     members = [tensors[index] for index in indices]
     sizes = [x.numel() for x in members]
     zeros = members[0].new_zeros(width)
     padding = {size: zeros[size:] for size in set(sizes)}
-    return Group(width, indices, sizes, [x.dim() == 1 for x in members], [padding[size] for size in sizes])
+    return PaddedGroup(
+        width, indices, sizes, [x.dim() == 1 for x in members], [padding[size] for size in sizes]
+    )
 
 
 def prepared(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from gradiometer.ops.guards import alike, guards_tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-Plan = TypeVar("Plan")
+HostPlan = TypeVar("HostPlan")
 
 # distinct lists kept; a training step has one or two (gradients, weights)
 LISTS_KEPT: Final = 64
@@ -31,7 +31,7 @@ LISTS_KEPT: Final = 64
 _READ: Final = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
-class Group(NamedTuple):
+class LaunchGroup(NamedTuple):
     """The chunks of one dtype, or of one tuple of a pair's dtypes, which one launch reads."""
 
     dtype: Any
@@ -52,7 +52,7 @@ class ChunkMap:
 
     num_tensors: int
     num_chunks: int
-    groups: tuple[Group, ...]
+    groups: tuple[LaunchGroup, ...]
     table: Tensor
 
 
@@ -88,7 +88,7 @@ def chunk_map_of(
                 first[i] = len(rows)
                 rows += [i] * count
         if len(rows) > done:
-            groups.append(Group(dtype, done, len(rows) - done))
+            groups.append(LaunchGroup(dtype, done, len(rows) - done))
     apart = [lengths[i % len(sizes)] if pitch < 0 else pitch for i, pitch in enumerate(pitches)]
     rows += [0] * (2 - len(rows) % 2)
     chunk_row = array("q", array("i", rows).tobytes())
@@ -201,14 +201,14 @@ def _is_own_memory(tensor: Tensor) -> bool:
 
 
 def host_plan(
-    tensors: Sequence[Tensor], plan: LaunchPlan | None, plan_of: Callable[[Sequence[Tensor]], Plan]
-) -> Plan | None:
+    tensors: Sequence[Tensor], plan: LaunchPlan | None, plan_of: Callable[[Sequence[Tensor]], HostPlan]
+) -> HostPlan | None:
     """Return ``plan_of(tensors)``, kept in the plan of a direct list; None for other lists.
 
     ``plan``: the result of `recognize`, if it was called.
     """
     plan = plan or recognize(tensors) or remember(tensors)
-    found: Plan | None = plan.host_plans.get(plan_of)
+    found: HostPlan | None = plan.host_plans.get(plan_of)
     if found is None and plan.direct:
         found = plan.host_plans[plan_of] = plan_of(tensors)
     return found

@@ -220,7 +220,7 @@ def _captured(plan: LaunchPlan, chunk_map: ChunkMap, addresses: list[int]) -> tu
     """Return the tables that a captured call reads, from one copy: each takes 2 to 3 us of a replay."""
     # an even number, so that the table begins at a multiple of 16 bytes, which the kernels were compiled for
     end = len(addresses) + len(addresses) % 2
-    joined = torch.zeros(end + len(chunk_map.table), dtype=torch.int64)
+    joined = torch.zeros(end + len(chunk_map.table), dtype=torch.int64, device="cpu")
     joined[: len(addresses)] = int64(addresses)
     joined[end:] = chunk_map.table
     copied, is_new = uploads.copy_lasting(joined, plan.device)

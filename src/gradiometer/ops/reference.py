@@ -22,7 +22,7 @@ from gradiometer.columns import NUM_FINGERPRINT_COLUMNS, TENSORS, Fingerprint, F
 from gradiometer.inputs import as_real
 from gradiometer.ops import fingerprint as bits
 from gradiometer.ops import openmp
-from gradiometer.ops.eager_plan import BATCH, SMALL, Plan, plan_of, prepared
+from gradiometer.ops.eager_plan import BATCH, SMALL, EagerPlan, plan_of, prepared
 from gradiometer.ops.reference_rows import (
     measure_batches,
     measure_group,
@@ -47,7 +47,7 @@ def tensor_stats(
     tensors: Sequence[Tensor],
     thresholds: Thresholds,
     inv_scale: Tensor | None = None,
-    plan: Plan | None = None,
+    plan: EagerPlan | None = None,
     *,
     fingerprint: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:

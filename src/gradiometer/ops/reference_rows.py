@@ -23,11 +23,11 @@ from gradiometer.ops.streaming import BLOCK, by_tensor, convertible, cut, fsum, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from gradiometer.ops.eager_plan import Group
+    from gradiometer.ops.eager_plan import PaddedGroup
 
 T = TypeVar("T")
 
-# raw columns of one tensor, in the order of `gradiometer.columns.schema.COLUMNS`
+# raw columns of one tensor, in the order of `gradiometer.columns.TENSORS`
 Row = tuple[float, ...]
 
 
@@ -185,7 +185,7 @@ def row_of_number(x: float) -> Row:
 
 def measure_group(
     tensors: Sequence[Tensor],
-    group: Group,
+    group: PaddedGroup,
     rows: list[Row],
     length: int,
     fingerprints: dict[int, Fingerprint] | None,

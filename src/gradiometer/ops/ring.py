@@ -47,8 +47,8 @@ def record_(
     tensors: Sequence[Tensor],
     thresholds: Thresholds,
     inv_scale: Tensor | None,
-    grads: int,
-    steps: Tensor,
+    num_grads: int,
+    ring: Tensor,
     cursor: Tensor,
     section: Section,
     plan: LaunchPlan | None,
@@ -66,9 +66,9 @@ def record_(
         tensors: R tensors; one without elements stands for a tensor that is not measured.
         thresholds: the limits for the flags.
         inv_scale: as for `tensor_stats`.
-        grads: the number of gradients, which come first and decide whether to skip the step; with 0 or -1
+        num_grads: the number of gradients, which come first and decide whether to skip the step; with 0 or -1
             the decision does not change.
-        steps: the ring, changed in place.
+        ring: the ring, changed in place.
         cursor: its state, changed in place.
         section: where the rows are.
         plan: the result of `recognize` for the tensors.
@@ -76,27 +76,33 @@ def record_(
         fingerprint: whether to record fingerprints, too.
     """
     with torch.no_grad():
+        # A known list in eager code needs no dispatcher. Others go through the op, at the end of this file.
         if plan is not None and (inv_scale is None or is_plain(inv_scale)):
-            _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, section, fingerprint, plan)
+            _record(
+                tensors, thresholds, inv_scale, num_grads, gated, ring, cursor, section, fingerprint, plan
+            )
             return
         limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
         given = for_a_graph(tensors)
-        options = grads, gated, steps, cursor, tuple(section), fingerprint
+        options = num_grads, gated, ring, cursor, tuple(section), fingerprint
         torch.ops.gradiometer.record_(given, *limits, inv_scale, *options)
 
 
 def append_(
     columns: Tensor,
     flags: Tensor,
-    grads: int,
-    steps: Tensor,
+    num_grads: int,
+    ring: Tensor,
     cursor: Tensor,
     section: Section,
     fingerprints: Tensor | None = None,
 ) -> None:
-    """Write the result of `measure`, of the first rows of a section, into a ring, as `record_` does."""
+    """Write rows that were measured before into the current step's slot, as `record_` does.
+
+    They are the first rows of the section, and overwrite what a call in the same step wrote there.
+    """
     with torch.no_grad():
-        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor, tuple(section), fingerprints)
+        torch.ops.gradiometer.append_(columns, flags, num_grads, ring, cursor, tuple(section), fingerprints)
 
 
 def numbers(tensor: Tensor) -> ctypes.Array[ctypes.c_double]:
@@ -116,29 +122,29 @@ def _record(
     tensors: Sequence[Tensor],
     thresholds: Thresholds,
     inv_scale: Tensor | None,
-    grads: int,
+    num_grads: int,
     gated: bool,  # noqa: FBT001 in the order of the schema
-    steps: Tensor,
+    ring: Tensor,
     cursor: Tensor,
     section: Section,
     fingerprint: bool,  # noqa: FBT001
     plan: LaunchPlan | None = None,
 ) -> None:
-    if gated and not dispatch.uses_kernels(steps.device) and not is_due(cursor):
+    if gated and not dispatch.uses_kernels(ring.device) and not is_due(cursor):
         return
     gate = cursor if gated else None
     columns, flags, fingerprints = measure_now(
         tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint
     )
     # if the gate is closed, the rows come from uninitialized memory: do not decide from them
-    _append(columns, flags, -1 if gated else grads, steps, cursor, section, fingerprints)
+    _append(columns, flags, -1 if gated else num_grads, ring, cursor, section, fingerprints)
 
 
 def append_in_eager(
     columns: Tensor,
     flags: Tensor,
-    grads: int,
-    steps: Tensor,
+    num_grads: int,
+    ring: Tensor,
     cursor: Tensor,
     section: Section,
     fingerprints: Tensor | None = None,
@@ -146,29 +152,29 @@ def append_in_eager(
     """Do what `append_` does, in eager PyTorch."""
     if cursor.device.type != "cpu":
         # Triton is not there or cannot launch kernels: go through the host, and wait for the device
-        there, state_there = steps.cpu(), cursor.cpu()
+        there, state_there = ring.cpu(), cursor.cpu()
         bits = None if fingerprints is None else fingerprints.cpu()
-        append_in_eager(columns.cpu(), flags.cpu(), grads, there, state_there, section, bits)
-        steps.copy_(there)
+        append_in_eager(columns.cpu(), flags.cpu(), num_grads, there, state_there, section, bits)
+        ring.copy_(there)
         cursor.copy_(state_there)
         return
     state = numbers(cursor)
     step, count, every, skip_nonfinite, skip_above, _ = state
     found = False
-    if grads > 0:
-        sums = columns[:grads].sum(dim=0).tolist()
+    if num_grads > 0:
+        sums = columns[:num_grads].sum(dim=0).tolist()
         nonfinite = any([sums[place] for place in _NONFINITE])
         above = math.sqrt(sums[_SUMSQ]) > skip_above
         found = nonfinite or above
         state[Cursor.SKIP] = (nonfinite and skip_nonfinite > 0) or above
 
     # in an empty ring this is the last slot, which holds no step
-    slot = steps[int(count - 1) % len(steps)]
+    slot = ring[int(count - 1) % len(ring)]
     header = numbers(slot[: section.header_size])
     if header[HEADER_STEP] == step:
         header[HEADER_SKIPPED] = max(header[HEADER_SKIPPED], state[Cursor.SKIP])
     elif found or step % every == 0:
-        slot = steps[int(count) % len(steps)]
+        slot = ring[int(count) % len(ring)]
         header = numbers(slot[: section.header_size])
         header[HEADER_STEP], header[HEADER_SKIPPED] = step, state[Cursor.SKIP]
         header[HEADER_SECTIONS:] = [-1.0] * (section.header_size - HEADER_SECTIONS)
@@ -236,8 +242,8 @@ def _record_op(tensors: list[Tensor], vanishing: float, exploding: float, dead: 
 
 
 def _append_op(columns: Tensor, *rest: Any) -> None:
-    flags, grads, steps, cursor, section, *fingerprints = rest
-    _append(columns, flags, grads, steps, cursor, Section(*section), *fingerprints)
+    flags, num_grads, ring, cursor, section, *fingerprints = rest
+    _append(columns, flags, num_grads, ring, cursor, Section(*section), *fingerprints)
 
 
 define(

@@ -87,7 +87,7 @@ class Catalog:
         return tuple([kind for kind in self.kinds.values() if kind.schema.storage == "sparse"])
 
     def kind(self, name: str) -> Kind:
-        """Return a kind by name; a KeyError says how to record it."""
+        """Return a kind by name; its KeyError says how to record it."""
         if name not in self.kinds:
             recorded = ", ".join(self.kinds)
             msg = f"{name} were not recorded, only {recorded}; create the Monitor or Recorder with "
@@ -95,11 +95,11 @@ class Catalog:
         return self.kinds[name]
 
     def rows(self, kind: str) -> Rows:
-        """Return the rows of a kind's table; a KeyError if it is not recorded."""
+        """Return the rows of a kind's table; raise KeyError if it is not recorded."""
         return self.taps if self.kind(kind).rows == "tap" else self.parameters
 
     def names_of(self, kind: str) -> tuple[str, ...]:
-        """Return the names of a kind's rows; a KeyError if it is not recorded."""
+        """Return the names of a kind's rows; raise KeyError if it is not recorded."""
         return self.rows(kind).names
 
     def to_dict(self) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def register(kind: Kind) -> Kind:
 
 
 def kind_named(name: str) -> Kind:
-    """Return a registered kind; a KeyError if there is none."""
+    """Return a registered kind; raise KeyError if there is none."""
     if name not in KINDS:
         msg = f"there is no kind {name!r}; choose from {', '.join(KINDS)}"
         raise KeyError(msg)

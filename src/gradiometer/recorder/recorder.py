@@ -216,8 +216,8 @@ class Recorder(StepRing):
             if self._has_weights:
                 tensors += self._tensors("weights")  # type: ignore[arg-type] # none is missing
             # recognized: the list is like one that was measured before, so it is not checked again
-            known = ops.recognize(tensors)
-            if known is not None or all([is_ordinary(tensor, ring) for tensor in tensors]):
+            plan = ops.recognize(tensors)
+            if plan is not None or all([is_ordinary(tensor, ring) for tensor in tensors]):
                 ops.record_(
                     tensors,
                     self.thresholds,
@@ -226,7 +226,7 @@ class Recorder(StepRing):
                     ring,
                     self.cursor,
                     self._section,
-                    known,
+                    plan,
                     gated=self._gated,
                     fingerprint=self.fingerprint,
                 )
@@ -372,7 +372,7 @@ class Recorder(StepRing):
 
 
 def _names_of(taps: Taps | None, parameters: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of taps; a ValueError if a parameter has one of them."""
+    """Return the names of taps; raise ValueError if a parameter has one of them."""
     if taps is None:
         return ()
     if not isinstance(taps, Taps):

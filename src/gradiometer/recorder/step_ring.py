@@ -70,8 +70,8 @@ class StreamOrder:
 class StepRing(Float64Module):
     """The buffers that recorded steps are written to, and what moves them from step to step.
 
-    They are on the device ``home``; a ValueError if it has too little memory for ``capacity`` steps. The
-    parameters are in the order of the catalog.
+    They are on the device ``home``. Creating them raises ValueError if it lacks memory for ``capacity``
+    steps. The parameters are in the order of the catalog.
     """
 
     ring: Tensor

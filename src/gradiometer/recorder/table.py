@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Table:
-    """What was measured of N tensors of a kind; a snapshot on the host.
+    """What was measured of N tensors of a kind; a snapshot on the host, which `Table.report` shows by name.
 
     Args:
         kind: the kind.

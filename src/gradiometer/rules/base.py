@@ -76,7 +76,7 @@ class BaseRule:
         return {key: _plain(getattr(self, key)) for key in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history; a ValueError, and no change, for another rule's state, or one that is unfit."""
+        """Restore a history; raise ValueError, and change nothing, for an unfit state."""
         if not isinstance(state, Mapping) or set(state) != set(self.kept):
             keys = f"with the keys {list(state)}" if isinstance(state, Mapping) else f"{state!r:.40}"
             msg = f"{type(self).__name__}: got the state of another rule, {keys}; "

@@ -114,7 +114,7 @@ class History:
             raise ValueError("a history's count, mean and deviation must be float64 vectors of one length")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history; a ValueError as `check_state` raises."""
+        """Restore a history; raise ValueError as `check_state` does."""
         self.check_state(state)
         self.count, self.mean, self.deviation = state["count"], state["mean"], state["deviation"]
 
@@ -186,7 +186,7 @@ class SpikeHistory:
             raise ValueError(f"a history must have at most {_FAR} recent floats, a count and a rise")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history; a ValueError as `check_state` raises."""
+        """Restore a history; raise ValueError as `check_state` does."""
         self.check_state(state)
         self.recent, self.count, self.rise = list(state["recent"]), state["count"], state["rise"]
 
@@ -259,7 +259,7 @@ class NormHistory:
             raise ValueError("a norm history's names must be a list of str, one for each norm")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history; a ValueError as `check_state` raises."""
+        """Restore a history; raise ValueError as `check_state` does."""
         self.check_state(state)
         self.names = list(state["names"])
         self._rows = None

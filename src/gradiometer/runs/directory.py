@@ -21,7 +21,7 @@ _ours: set[Path] = set()
 def take(run: Path) -> Any:
     """Lock a folder and return the lock, which is released when the process ends for any reason.
 
-    A RunError if it is locked already.
+    Raise RunError if it is locked already.
     """
     home = run.resolve()
     if home in _ours:

@@ -51,7 +51,7 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 def catalog_of(path: Path, info: Mapping[str, Any]) -> Catalog:
-    """Return the catalog of run.json; a RunError if it is not one."""
+    """Return the catalog of run.json; raise RunError if it is not one."""
     try:
         return load_catalog(info["catalog"])
     except (KeyError, ValueError) as error:
@@ -59,7 +59,7 @@ def catalog_of(path: Path, info: Mapping[str, Any]) -> Catalog:
 
 
 def load_catalog(values: Any) -> Catalog:
-    """Return the catalog of run.json or of a journal; a ValueError for anything else."""
+    """Return the catalog of run.json or of a journal; raise ValueError for anything else."""
     try:
         found = checked_catalog(Catalog.from_dict(values))
         # rules and views ask for derived values of gradients, and of other kinds that they know
@@ -77,7 +77,7 @@ def load_catalog(values: Any) -> Catalog:
 
 
 def checked_catalog(catalog: Catalog) -> Catalog:
-    """Return a catalog; a ValueError for one whose names cannot be those of folders and of columns."""
+    """Return a catalog; raise ValueError for one whose names cannot be those of folders and of columns."""
     schemas = {kind.schema.name: kind.schema for kind in catalog.kinds.values()}
     own = {field.name for field in (*ROW, *FINGERPRINTS)} | {"flags"}
     for name in catalog.kinds:
@@ -99,7 +99,7 @@ def checked_catalog(catalog: Catalog) -> Catalog:
 def merged_catalog(catalog: Catalog, old: Catalog | None) -> Catalog:
     """Return the catalog for run.json: these rows, then those that only earlier attempts had.
 
-    A ValueError if a schema of earlier attempts has another one's name.
+    Raise ValueError if a schema of earlier attempts has another one's name.
     """
     names = [encodable(name) for name in catalog.names]
     taps = [encodable(name) for name in catalog.taps.names]
@@ -145,6 +145,6 @@ def read_findings(path: Path, closed_with: str | None = None) -> list[dict[str, 
 
 
 def finding_of(values: Mapping[str, Any]) -> Finding:
-    """Return a finding of findings.json; a TypeError or another error if it is not one."""
+    """Return a finding of findings.json; raise TypeError or another error if it is not one."""
     numbers = {name: float(values[name]) for name in ("value", "threshold")}
     return checked(Finding.from_dict({k: x for k, x in values.items() if k != "attempt"} | numbers))

@@ -121,7 +121,7 @@ def _digest(*parts: Any) -> bytes:
 
 
 def frames(file: IO[bytes]) -> Iterator[tuple[bytes, bytearray]]:
-    """Return text and numbers of each whole frame; a ValueError for one that is not as it was written."""
+    """Return text and numbers of each whole frame; raise ValueError for one that is not as it was written."""
     at, size, previous = 0, file.seek(0, 2), b""
     file.seek(0)
     while len(header := file.read(_HEADER)) == _HEADER:
@@ -276,7 +276,7 @@ def _buffer(values: Tensor) -> Any:
 class _TableReader:
     """Reads tables one after another from the numbers of a frame.
 
-    A ValueError, KeyError or TypeError if the numbers are not those of these tables; so does `read`.
+    It and `read` raise ValueError, KeyError or TypeError if the numbers are not those of these tables.
     """
 
     def __init__(self, catalog: Catalog, entries: Sequence[Any], numbers: bytearray) -> None:

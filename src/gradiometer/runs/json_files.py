@@ -66,8 +66,8 @@ def json_file(name: str, value: Mapping[str, Any]) -> tuple[bytes, str]:
 def read_json(path: Path, closed_with: str | None = None) -> Any:
     """Return the content of a run's JSON file without its digest; None if the file is missing.
 
-    ``closed_with``: the digest that it must have, unless it was set to null by hand. A RunError if it cannot
-    be read, or is not as it was written.
+    ``closed_with``: the digest that it must have, unless it was set to null by hand. Raise RunError if it
+    cannot be read, or is not as it was written.
     """
     return read_with_digest(path, closed_with)[0]
 
@@ -96,8 +96,8 @@ def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, s
 def parse_json(data: bytes) -> Any:
     """Return the value of a JSON text.
 
-    A ValueError if it is not JSON, or has integers too long or levels too many; a RecursionError for far too
-    many levels.
+    Raise ValueError if it is not JSON, or has too long integers or too many levels; raise RecursionError for
+    far too many levels.
     """
     value = json.loads(data.decode(), parse_int=_int)
     _check_depth(value)

@@ -77,7 +77,7 @@ class JsonWriter:
             self._digests.pop("findings.json", None)
 
     def add(self, finding: Finding, attempt: int) -> None:
-        """Add a finding, or replace it by what is known now; a TypeError for anything else."""
+        """Add a finding, or replace it by what is known now; raise TypeError for anything else."""
         entry = checked(finding).to_dict() | {"attempt": attempt}
         self._findings[_key(entry)] = entry
         self._findings_changed = True

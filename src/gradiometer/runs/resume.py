@@ -22,7 +22,7 @@ _LOG = logging.getLogger("gradiometer")
 def earlier_info(run: Path) -> dict[str, Any]:
     """Return run.json, or nothing without one; a damaged one is kept under another name.
 
-    A RunError if it is not that of a run, or of a later version.
+    Raise RunError if it is not that of a run, or of a later version.
     """
     path = run / "run.json"
     if not path.exists():

@@ -29,7 +29,7 @@ class Norms(NamedTuple):
 
 
 def order_of(norm_type: float | str, what: str) -> float:
-    """Return the order of a norm; a ValueError for NaN, or if it is not a number."""
+    """Return the order of a norm; raise ValueError for NaN, or if it is not a number."""
     try:
         order = float(norm_type)
     except (TypeError, ValueError):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradiometer.stats.text_table import Table
+    from gradiometer.stats.text_table import TextTable
 
 _SUPERSCRIPTS: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NOTES: Final = (
@@ -166,7 +166,7 @@ class PrecisionReport(TableReport[PrecisionRow]):
         """Return the rows in the order of the printed table: those that lose most first."""
         return sorted(self.rows(), key=_worst, reverse=True)
 
-    def table(self, max_rows: int | None = 20) -> Table:
+    def table(self, max_rows: int | None = 20) -> TextTable:
         """Return the printed table as text cells."""
         table = super().table(max_rows)
         header, *cells, total = _left_aligned([table.header, *table.rows, table.total], first=4)

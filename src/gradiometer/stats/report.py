@@ -12,7 +12,7 @@ from gradiometer.columns import TENSORS, Flag
 from gradiometer.stats import grouping, text_table
 from gradiometer.stats.health_values import HealthValues
 from gradiometer.stats.table_report import TableReport, frame
-from gradiometer.stats.text_table import Table
+from gradiometer.stats.text_table import TextTable
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
@@ -323,16 +323,16 @@ class ModuleReports(Mapping[str, Report]):
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook."""
-        return text_table.html(self._table() if self else Table(_WHEN))
+        return text_table.html(self._table() if self else TextTable(_WHEN))
 
-    def _table(self) -> Table:
+    def _table(self) -> TextTable:
         cells = [_MODULES_HEADER, *[_module_cells(*each) for each in self.items()]]
         if any(report.ranks for report in self.values()):
             ranks = [text_table.named_ranks(each.ranks) for each in self.values()]
             # before the last column, the flags
             cells = [(*row[:-1], rank, row[-1]) for row, rank in zip(cells, ["rank", *ranks], strict=True)]
         headline = _LOCAL if any(report.is_local for report in self.values()) else ""
-        return Table(headline, cells[0], cells[1:])
+        return TextTable(headline, cells[0], cells[1:])
 
     def __repr__(self) -> str:
         return f"<ModuleReports: {len(self)} {'module' if len(self) == 1 else 'modules'}>"

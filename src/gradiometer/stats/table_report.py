@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Fingerprint, Flag
 from gradiometer.stats import text_table
-from gradiometer.stats.text_table import Table
+from gradiometer.stats.text_table import TextTable
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class TableReport(Mapping[str, Row]):
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook."""
-        return text_table.html(self.table(20) if self.names else Table(self._nothing))
+        return text_table.html(self.table(20) if self.names else TextTable(self._nothing))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._headline()}>"
@@ -285,7 +285,7 @@ class TableReport(Mapping[str, Row]):
         """Return the rows in the order of the printed table."""
         return self.rows()
 
-    def table(self, max_rows: int | None = 20) -> Table:
+    def table(self, max_rows: int | None = 20) -> TextTable:
         """Return the printed table as text cells, with ``max_rows`` rows at most; None: all."""
         if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 0):
             raise ValueError(f"max_rows must be a non-negative integer, or None for all, got {max_rows!r}")
@@ -309,7 +309,7 @@ class TableReport(Mapping[str, Row]):
             flagged = sum(map(bool, self._bits))
             last += [f"{flagged} flagged" if flagged else ""] * bool(last)
         more = self._rest(rest) if rest else ""
-        return Table(self._headline(), header, cells, more, last)
+        return TextTable(self._headline(), header, cells, more, last)
 
     def _header(self) -> list[str]:
         return [self.schema[name].heading or name.replace("_", " ") for name in self._shown_values]
@@ -340,7 +340,7 @@ class TableReport(Mapping[str, Row]):
 
 
 def frame(rows: Mapping[str, Mapping[str, Any]], index: str, names: list[str]) -> pd.DataFrame:
-    """Return rows by label as a pandas DataFrame; an ImportError says how to install pandas."""
+    """Return rows by label as a pandas DataFrame; its ImportError says how to install pandas."""
     try:
         import pandas as pd  # optional, and slow to import
     except ImportError as error:

@@ -15,7 +15,7 @@ _UNITS: Final = ((10**3, "k"), (10**6, "M"), (10**9, "B"))
 _RANKS: Final = 3
 
 
-class Table(NamedTuple):
+class TextTable(NamedTuple):
     """A table as text: a headline, a header, a row for each name, a line about other rows, and a last row."""
 
     headline: str
@@ -26,7 +26,7 @@ class Table(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def text(table: Table) -> str:
+def text(table: TextTable) -> str:
     """Return a table as aligned lines."""
     last = [table.total] if table.total else []
     lines, rule = aligned([table.header, *with_short_names(table.rows), *last])
@@ -36,7 +36,7 @@ def text(table: Table) -> str:
     return "\n".join([table.headline, rule, lines[0], rule, *body, *more, *end, *table.notes])
 
 
-def html(table: Table) -> str:
+def html(table: TextTable) -> str:
     """Return a table in HTML."""
 
     def line(cells: Sequence[str], kind: str) -> str:

@@ -1,4 +1,5 @@
-// The map except for its cells: names, steps, outlines, marks, the legend, and pointer and key events.
+// The map: the cells, which drawCells in cells.js has drawn, and over them names, steps, outlines and marks; the
+// legend; pointer and key events.
 
 const toX = (step) => frame.left + ((step - xRange()[0]) / (xRange()[1] - xRange()[0])) * frame.width;
 const toY = (i) => frame.top + ((i - yRange()[0]) / (yRange()[1] - yRange()[0])) * frame.height;

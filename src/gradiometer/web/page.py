@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_NAMES: Final = 3  # of what differs first
 
-# in this order; on the page they form one function
+# in this order; on the page they form one function, and the last lines of page.js start it
 _SCRIPTS: Final = ("state", "cells", "rows", "map", "charts", "exponents", "lists", "link", "page")
 
 # Only the script written here may run. The page loads nothing, except that a served page reloads its data.
