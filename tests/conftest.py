@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import logging
 import os
 import tempfile
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 # pytest attaches handlers to every logger that does not propagate, and torch writes a trace of each
 # compilation to a logger with handlers: a thousand lines for a failing test
 logging.getLogger("torch.__trace").propagate = True
+
+# it replaces distutils, and warns or fails if a package that a test imports brought distutils first
+with suppress(ImportError):
+    importlib.import_module("setuptools")
 
 # a test compiles a kernel or two with Inductor: its process pool takes seconds to start in each worker
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
