@@ -255,6 +255,7 @@ def test_all_kinds(opened, tmp_path):
     run = write_run(tmp_path / "run", steps=STEPS, kinds=("grads", "weights", "updates"))
     page = opened(write_page(run))
     wait_for_pressed(page, "#kinds", "updates")
+    page.locator("#cells").scroll_into_view_if_needed()
     assert hover(page, 2, 100).startswith("blocks.1.weight.update")
 
 
@@ -566,6 +567,7 @@ def test_a_ratio_of_update_and_weight_has_a_map(opened, tmp_path):
     wait_for_pressed(page, "#statistics", "update ratio")
     assert page.inner_text("#kinds [aria-pressed=true]") == "updates"
     ratio = float(read_run(run).matrix("update_ratio", "updates")[1][70, 4])
+    page.locator("#cells").scroll_into_view_if_needed()
     assert shown(hover(page, 4, 70)) == pytest.approx(ratio, rel=6e-3)
     page.mouse.click(*place(page, 4, 70))
     assert page.inner_text("#history-title") == "blocks.2.weight.update"
