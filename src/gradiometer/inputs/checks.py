@@ -114,7 +114,13 @@ def is_limit(value: object) -> bool:
     """Return whether this is a non-negative real number that float64 can hold, or inf; NumPy scalars too."""
     if not isinstance(value, Real):
         return False
-    return value == math.inf or 0 <= value <= sys.float_info.max  # type: ignore[operator] # numbers compare
+    if not isinstance(value, (int, float)):
+        # NumPy's float32 warns of an overflow if it is compared with the largest float64
+        try:
+            value = float(value)
+        except OverflowError:
+            return False
+    return value == math.inf or 0 <= value <= sys.float_info.max
 
 
 def describe(value: object) -> str:
