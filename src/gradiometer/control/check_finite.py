@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from gradiometer.control.finite_report import FiniteReport
 from gradiometer.distributed import is_active
 from gradiometer.inputs import Named, check, check_names, describe, named_parameters, named_tensors, present
-from gradiometer.stats import Report, fetch, materialize, measure, outside_of_a_graph, over_ranks, settled
+from gradiometer.stats import (
+    Report,
+    fetch,
+    materialize,
+    measure,
+    outside_of_a_graph,
+    over_ranks,
+    redistributed,
+)
 
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
@@ -141,7 +149,7 @@ def _over_ranks(parts: dict[str, Named], parameters: Named, reduce: bool | Ranks
     for kind, part in parts.items():
 
         def measured(ranks: Ranks | None, kind: str = kind, part: Named = part) -> TensorStats:
-            named = settled(part, parameters, ranks, "check_finite") if kind == "grads" else part
+            named = redistributed(part, parameters, ranks, "check_finite") if kind == "grads" else part
             return measure(named, _WORDS[kind])
 
         is_merged = kind in {"weights", "grads"}

@@ -32,7 +32,7 @@ from gradiometer.stats import (
     order_of,
     over_ranks,
     over_ranks_with,
-    settled,
+    redistributed,
 )
 
 if TYPE_CHECKING:
@@ -118,10 +118,10 @@ def clip_grad_norm_(
     elif not torch.compiler.is_compiling() and isinstance(parameters, types.GeneratorType):
         parameters = list(parameters)
         if not parameters:
-            said = "`parameters` is an empty generator, no gradient clipping will occur."
-            warnings.warn(said, stacklevel=2)
+            text = "`parameters` is an empty generator, no gradient clipping will occur."
+            warnings.warn(text, stacklevel=2)
     what = "clip_grad_norm_"
-    return _clip(parameters, max_norm, norm_type, error_if_nonfinite, what, reduce=reduce)[1]().said
+    return _clip(parameters, max_norm, norm_type, error_if_nonfinite, what, reduce=reduce)[1]().norm
 
 
 @torch.no_grad()
@@ -297,7 +297,7 @@ def _clip(
         # all local checks come before the reduction over ranks
         if clip is not None:
             clip.check(parameters, ranks, order, what)
-        local = settled(grads, parameters, ranks, what)
+        local = redistributed(grads, parameters, ranks, what)
         options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "fingerprint": fingerprint}
         stats = measure(local, what, thresholds, inv_scale, home=home, **options)
         parts = parts_of(grads, what)
@@ -321,7 +321,7 @@ def _clip(
         return known[0]
 
     if error_if_nonfinite:
-        _refuse_nonfinite(stats, norms().said, order, ranks)
+        _refuse_nonfinite(stats, norms().norm, order, ranks)
     if isinstance(clip, WeightNormClip) and clip.unitwise:
         held = [p for p in parameters.tensors if p.grad is not None]
         clip.scale_units_(grads.names, parts, held, inv_scale)
@@ -350,8 +350,8 @@ def _weights(parameters: Named, stats: TensorStats, what: str, reduce: bool | Ra
 
 
 def _refuse_nonfinite(stats: TensorStats, norm: Tensor, order: float, ranks: Ranks | None) -> None:
-    report, said = materialize((stats, norm))
-    if said.isfinite():
+    report, value = materialize((stats, norm))
+    if value.isfinite():
         return
     rows = [row for row in report.rows() if row.n_nonfinite]
     found = [f"{row.name!r} has {row.n_nan} NaN and {row.n_inf} Inf of {row.numel}" for row in rows[:_NAMES]]

@@ -114,17 +114,17 @@ class ZScoreClip(AdaptiveClip):
         if gradients.order == 2.0 and self._uses_kernel(columns):
             settings = tuple(self.settings.values())
             return ops.clip_factors_(columns, (self.state, self.record), settings, per_tensor=False)
-        said, finite = gradients.norms()
+        total, finite = gradients.norms()
         if not is_on_host(columns.device):
             mean, variance, count = self.state.unbind()
-            factor, enters, after = self._step(said, finite, mean, variance, count, torch.where, sqrt)
+            factor, enters, after = self._step(total, finite, mean, variance, count, torch.where, sqrt)
             self.state.copy_(torch.where(enters, torch.stack(after), self.state))
             # a step without gradients is none
-            self._note(factor.reshape(1), (said != 0.0).reshape(1), (factor < 1.0).reshape(1))
+            self._note(factor.reshape(1), (total != 0.0).reshape(1), (factor < 1.0).reshape(1))
             return realized(factor)
         # the same with the host's numbers, which takes less time than operators on tensors of one element
         mean, variance, count = self.state.tolist()
-        norm = said.item()
+        norm = total.item()
         numbers = norm, finite.item(), mean, variance, count
         value, is_entered, after = self._step(*numbers, lambda x, yes, no: yes if x else no, math.sqrt)
         _, (steps,), (clipped,) = self.record.tolist()

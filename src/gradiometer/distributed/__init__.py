@@ -10,9 +10,9 @@ from gradiometer.distributed.comm_hook import register_bucket_hook
 from gradiometer.distributed.implicit_ranks import given_ranks, implicit_ranks_for, sharding_here
 from gradiometer.distributed.process_groups import close, group_of, is_active, ranks_of, side_group
 from gradiometer.distributed.ranks import Ranks
+from gradiometer.distributed.redistribution import redistribute
 from gradiometer.distributed.rendezvous import RankError
 from gradiometer.distributed.replicas import NUM_SUMMED, divergence_text, minority
-from gradiometer.distributed.settle import settle
 from gradiometer.distributed.sharding import UNKNOWN, Sharding, plain_sharding, with_shards
 
 __all__ = [
@@ -34,9 +34,9 @@ __all__ = [
     "minority",
     "plain_sharding",
     "ranks_of",
+    "redistribute",
     "register_bucket_hook",
     "rendezvous",
-    "settle",
     "sharding_here",
     "share",
     "side_group",

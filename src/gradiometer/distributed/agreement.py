@@ -143,19 +143,19 @@ def _exchange(
     kinds: list[str] = []
     if size > 1:
         mine = (sharding.digest.hex(), sharding.coordinates, None if home is None else home.type)
-        told = collectives.share(mine, group, timeout, "gm.Ranks")
+        gathered = collectives.share(mine, group, timeout, "gm.Ranks")
         members = []
-        for digest, places, _ in told:
+        for digest, places, _ in gathered:
             coordinates = tuple([None if place is None else tuple(place) for place in places])
             members.append(Member(bytes.fromhex(digest), coordinates))
-        kinds = [kind for *_, kind in told if kind is not None]
+        kinds = [kind for *_, kind in gathered if kind is not None]
         # most ranks have the same sharding: only the first rank with each sharding sends it
         firsts: dict[bytes, int] = {}
         for place, member in enumerate(members):
             firsts.setdefault(member.digest, place)
         is_first = process_groups.ranks_of(group)[0] in firsts.values()
-        told = collectives.share(sharding.to_plain() if is_first else None, group, timeout, "gm.Ranks")
-        shardings = {digest: Sharding.from_plain(told[place]) for digest, place in firsts.items()}
+        gathered = collectives.share(sharding.to_plain() if is_first else None, group, timeout, "gm.Ranks")
+        shardings = {digest: Sharding.from_plain(gathered[place]) for digest, place in firsts.items()}
     try:
         return make_global_plan(members, shardings), kinds
     except DisagreementError as error:

@@ -178,10 +178,10 @@ def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") 
     here, ranks = ranks_of(group)
     number = _count(group, what)
     key = f"gradiometer/{group.group_name}/{what}/{number}"
-    told = json.dumps(value)
+    text = json.dumps(value)
     try:
         missing, values = in_time(
-            timeout + 2 * SLACK, lambda: exchange(_store(), key, ranks[here], ranks, told, timeout)
+            timeout + 2 * SLACK, lambda: exchange(_store(), key, ranks[here], ranks, text, timeout)
         )
     except RankError:
         raise

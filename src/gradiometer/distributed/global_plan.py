@@ -134,11 +134,11 @@ def make_global_plan(members: Sequence[Member], shardings: Mapping[bytes, Shardi
         spec, way, cut = each[0]
         for theirs, other, others_cut in each[1:]:
             if (theirs.shape, theirs.dtype, others_cut) != (spec.shape, spec.dtype, cut):
-                told = [
-                    f"{_told(ordered[digest], what)} on rank {ranks[digest][0]}"
+                both = [
+                    f"{_described(ordered[digest], what)} on rank {ranks[digest][0]}"
                     for what, (digest, _, _) in ((spec, way), (theirs, other))
                 ]
-                msg = f"{name!r} is {told[0]}, but {told[1]}; make them the same, "
+                msg = f"{name!r} is {both[0]}, but {both[1]}; make them the same, "
                 raise DisagreementError(msg + "or pass shards= if they are parts of one tensor")
         pattern = tuple([way for _, way, _ in each])
         if pattern not in kept:
@@ -161,7 +161,7 @@ def _cut(sharding: Sharding, spec: ShardSpec) -> _Cut:
     return [(spec.placements[i], sharding.meshes[spec.mesh].shape[i]) for i in spec.sharded]
 
 
-def _told(sharding: Sharding, spec: ShardSpec) -> str:
+def _described(sharding: Sharding, spec: ShardSpec) -> str:
     """Return a string such as ``(64, 128) float32, S(0) over dp_shard of 8``."""
     mesh = sharding.meshes[spec.mesh] if spec.mesh >= 0 else None
     cuts = [f"{spec.placements[i]} over {mesh.names[i]} of {mesh.shape[i]}" for i in spec.sharded if mesh]

@@ -43,14 +43,14 @@ class RankError(RuntimeError):
 
 
 def exchange(
-    store: Any, key: str, rank: int, ranks: Sequence[int], told: str, timeout: float
+    store: Any, key: str, rank: int, ranks: Sequence[int], text: str, timeout: float
 ) -> tuple[list[int], list[str]]:
     """Send a text to the others; return the ranks missing after ``timeout`` seconds, or all texts.
 
     All ranks get the same result, including late ones.
     """
     own, outcome = f"{key}/{rank}", f"{key}/outcome"
-    store.set(own, told)
+    store.set(own, text)
     is_due = store.add(f"{key}/count", 1) == len(ranks) or not _appears(store, outcome, timeout)
     # the first rank that gets here writes the outcome for all
     if is_due and store.compare_set(f"{key}/decided", "", str(rank)) == str(rank).encode():

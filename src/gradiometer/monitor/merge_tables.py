@@ -115,17 +115,19 @@ class TableMerger:
         for kind in kinds:
             names, schema = self._local.names_of(kind.name), kind.schema
             added, largest = [each[f"columns {kind.name}"] for each in sections]
-            columns = added.new_zeros((len(names), added.shape[1], schema.width))
+            absent = added.new_zeros((len(names), schema.width))
+            values = [absent] * added.shape[1]
             for i, step in enumerate(steps):
                 table = step.tables.get(kind.name)
                 if table is None:
                     continue
-                columns[:, i] = table.values
+                values[i] = table.values
                 sections.sums[f"ranks {kind.name}"][i] = 1
                 if table.fingerprints is not None and self._has_fingerprints(kind):
                     bits, none = table.fingerprints, table.fingerprints.new_tensor([-1, 0, 0])
                     bits = torch.where(table.measured.unsqueeze(1), bits, none)
                     sections.sums[f"fingerprints {kind.name}"][i] = self._ranks.bits_of(names, bits)
+            columns = torch.stack(values, dim=1) if values else absent.unsqueeze(1)[:, :0]
             if kind.rows == "parameter":
                 # copies count once
                 shape = columns.shape[1:]
@@ -140,12 +142,14 @@ class TableMerger:
         found: list[dict[str, Table]] = [{} for _ in range(size)]
         for kind in kinds:
             ranks = sections.sums[f"ranks {kind.name}"]
-            columns = torch.cat([each[f"columns {kind.name}"] for each in sections], dim=-1).transpose(0, 1)
+            columns = torch.cat([each[f"columns {kind.name}"].transpose(0, 1) for each in sections], dim=-1)
             is_complete = kind.schema.value(columns, "numel") == self._numel[kind.rows]
             of_all = ranks == self._ranks.size
             # a part of a tensor must not look like the complete one
             kept = of_all.unsqueeze(1) | is_complete | _is_nonfinite(kind, columns)
-            columns = torch.where(kept.unsqueeze(2), columns, 0).to(kind.schema.dtype)
+            if not kept.all():
+                columns = torch.where(kept.unsqueeze(2), columns, 0)
+            columns = columns.to(kind.schema.dtype)
             flags = kind.schema.flags_of(columns, self._thresholds)
             code = sections.tops[f"origin {kind.name}"].t()
             origin = torch.where(code > 0, self._ranks.size - code, -1).to(torch.int64)

@@ -39,7 +39,7 @@ class _Taken(NamedTuple):
     exponents: list[Pending[list[Tensor]]] | None = None
 
 
-class _Flight(NamedTuple):
+class _Transfer(NamedTuple):
     """A pending copy of the cursor, of the slots from number ``first`` on, and of scalars.
 
     ``step``: the current step, which the cursor has to have, too.
@@ -99,7 +99,7 @@ class RingReader:
         self._count = self._mark = 0
         self._taken: list[_Taken] = []
         self._away: dict[str, Tensor] = {}
-        self._flights: deque[_Flight] = deque()
+        self._transfers: deque[_Transfer] = deque()
         # steps whose slots may have the tensors of another step
         self._refused: set[int] = set()
 
@@ -157,7 +157,7 @@ class RingReader:
     @property
     def under_way(self) -> int:
         """The number of copies that were started and have not arrived."""
-        return len(self._flights)
+        return len(self._transfers)
 
     def start(self, *, in_step: bool = False) -> None:
         """Start to copy new slots. ``in_step``: the current step may have been recorded already."""
@@ -169,8 +169,8 @@ class RingReader:
     def poll(self, *, cut: bool = False) -> None:
         """Deliver what has arrived, without waiting. ``cut``: include a recorded step that has not ended."""
         try:
-            while self._flights and self._flights[0].ready():
-                self._hand_over(self._decode(self._flights[0], cut=cut))
+            while self._transfers and self._transfers[0].ready():
+                self._hand_over(self._decode(self._transfers[0], cut=cut))
         except Exception as error:  # noqa: BLE001 as above
             self._surrender(error)
 
@@ -178,10 +178,10 @@ class RingReader:
         """Copy all new slots and wait until they arrive or ``time.monotonic()`` passes the deadline."""
         self.start(in_step=True)
         self.poll(cut=cut)
-        while self._flights and time.monotonic() < deadline:
+        while self._transfers and time.monotonic() < deadline:
             time.sleep(0.0005)
             self.poll(cut=cut)
-        return not self._flights
+        return not self._transfers
 
     def give_up(self) -> None:
         """Stop waiting for a device that does not respond."""
@@ -202,9 +202,9 @@ class RingReader:
         with recorder.in_order():
             # keep the sources alive until the copy has arrived
             pending = Pending(tensors, partial(_host_of, tensors))
-        flight = _Flight(pending, self._count, self._advances, self.step, self._taken, tuple(self._away))
+        transfer = _Transfer(pending, self._count, self._advances, self.step, self._taken, tuple(self._away))
         # all at once: after an exception in between, steps would be delivered twice, or never
-        self._flights, self._taken, self._away = deque([*self._flights, flight]), [], {}
+        self._transfers, self._taken, self._away = deque([*self._transfers, transfer]), [], {}
 
     def _hand_over(self, records: list[StepRecord]) -> None:
         if not records:
@@ -220,34 +220,36 @@ class RingReader:
     def _surrender(self, error: Exception | str) -> None:
         """Give up copies that have not arrived; deliver their steps with the scalars that the host knows."""
         self._failures.add("ring reader", error)
-        given_up = [taken for flight in self._flights for taken in flight.taken] + self._taken
-        self._flights, self._taken, self._away = deque(), [], {}
+        given_up = [taken for transfer in self._transfers for taken in transfer.taken] + self._taken
+        self._transfers, self._taken, self._away = deque(), [], {}
         self._floor = self.step
         self.lost += len(given_up)
         self._hand_over([self._recorder.as_record(x.step, x.time, x.scalars, None) for x in given_up])
 
-    def _decode(self, flight: _Flight, *, cut: bool) -> list[StepRecord]:
-        host = flight.pending.result()
+    def _decode(self, transfer: _Transfer, *, cut: bool) -> list[StepRecord]:
+        host = transfer.pending.result()
         capacity = self._recorder.capacity
-        split = len(host) - len(flight.names)
+        split = len(host) - len(transfer.names)
         cursor, *blocks = host[:split]
-        columns = {name: x.tolist() for name, x in zip(flight.names, host[split:], strict=True)}
+        columns = {name: x.tolist() for name, x in zip(transfer.names, host[split:], strict=True)}
         block = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         # a full copy of the ring begins with slot 0
-        origin = 0 if len(block) == capacity else flight.first
+        origin = 0 if len(block) == capacity else transfer.first
         count, current = int(cursor[Cursor.COUNT]), int(cursor[Cursor.STEP])
-        first = max(flight.first, self._count)
+        first = max(transfer.first, self._count)
         if (
             not count
-            and flight.advances >= _FORGOTTEN * cursor[Cursor.EVERY]
+            and transfer.advances >= _FORGOTTEN * cursor[Cursor.EVERY]
             and "record" not in self._failures.counts
         ):
-            text = f"none of the first {flight.advances} steps was recorded: call record() in every step, "
+            text = f"none of the first {transfer.advances} steps was recorded: call record() in every step, "
             self._failures.add("record", text + "after backward()")
         lost = max(0, count - capacity - first)
         new = range(max(first, count - capacity), count)
-        if current != flight.step or (len(block) < capacity and count - origin > len(block)):
-            self.refuse(*range(flight.step - len(flight.taken), flight.step + (current != flight.step)))
+        if current != transfer.step or (len(block) < capacity and count - origin > len(block)):
+            self.refuse(
+                *range(transfer.step - len(transfer.taken), transfer.step + (current != transfer.step))
+            )
             new = range(0)
         slots: dict[int, Tensor] = {}
         for i in new:
@@ -262,16 +264,16 @@ class RingReader:
                 # clone, so that keeping one record does not keep the whole copy alive
                 slots[step] = slot.clone()
 
-        models = {taken.step: taken.model for taken in flight.taken}
+        models = {taken.step: taken.model for taken in transfer.taken}
         known: dict[int, tuple[float, dict[str, float]]] = {
             x.step: (x.time, x.scalars | {name: columns[name][at] for name, at in x.away.items()})
-            for x in flight.taken
+            for x in transfer.taken
         }
         # a step that did not end has no scalars
         missing: tuple[float, dict[str, float]] = (time.time(), {})
         steps = sorted({*known, *slots})
         records = [self._recorder.as_record(x, *known.get(x, missing), slots.get(x)) for x in steps]
-        exponents = {x.step: self._exponents(x) for x in flight.taken if x.exponents}
+        exponents = {x.step: self._exponents(x) for x in transfer.taken if x.exponents}
         records = [
             replace(
                 record,
@@ -281,12 +283,12 @@ class RingReader:
             )
             for record in records
         ]
-        refused = {step for step in self._refused if step >= flight.step}
+        refused = {step for step in self._refused if step >= transfer.step}
         # all at once: after an exception in between, slots would be read twice, or never
-        self._flights, self._count, self._mark, self.lost, self._refused = (
-            deque([*self._flights][1:]),
+        self._transfers, self._count, self._mark, self.lost, self._refused = (
+            deque([*self._transfers][1:]),
             count,
-            flight.advances,
+            transfer.advances,
             self.lost + lost,
             refused,
         )

@@ -29,7 +29,15 @@ from gradiometer.recorder.kinds import ACTIVATION_VALUES, GRADS, UPDATES, WEIGHT
 from gradiometer.recorder.settings import check_integer, is_ordinary, is_scale, of_this_rank
 from gradiometer.recorder.skip_consensus import SkipConsensus
 from gradiometer.recorder.step_ring import StepRing
-from gradiometer.stats import PairStats, Taps, TensorStats, keep_in_repeats, measure, plain, settled
+from gradiometer.stats import (
+    PairStats,
+    Taps,
+    TensorStats,
+    keep_in_repeats,
+    measure,
+    plain,
+    redistributed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -321,7 +329,7 @@ class Recorder(StepRing):
             return tensors
         found = present(self.catalog.names, tensors)
         if kind == "grads":
-            found = settled(found, Named(self.catalog.names, parameters), self._ranks, "Recorder")
+            found = redistributed(found, Named(self.catalog.names, parameters), self._ranks, "Recorder")
         shards = iter(local_shards(found, "Recorder").tensors)
         return [None if tensor is None else next(shards) for tensor in tensors]
 

@@ -25,7 +25,14 @@ from gradiometer.stats.group_ratio import group_ratio
 from gradiometer.stats.grouping import GroupRule, pairs_of
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
 from gradiometer.stats.materialize import materialize, materialize_async
-from gradiometer.stats.measure import grads_of, measure, over_ranks, over_ranks_with, plain, settled
+from gradiometer.stats.measure import (
+    grads_of,
+    measure,
+    over_ranks,
+    over_ranks_with,
+    plain,
+    redistributed,
+)
 from gradiometer.stats.named_stats import NamedStats, stats_of
 from gradiometer.stats.norms import Norms, finite_norm, norms_of, order_of
 from gradiometer.stats.pair_stats import PairReport, PairRow, PairStats
@@ -101,9 +108,9 @@ __all__ = [
     "percent",
     "plain",
     "precision_report",
+    "redistributed",
     "repeating",
     "report_of",
-    "settled",
     "stats_of",
     "tap",
     "tap_attention",

@@ -294,4 +294,4 @@ def total_norm(
         return stats, finite_norm(named, order, ranks, stats.columns.device)
 
     stats, finite, ranks = over_ranks_with(reduce, named, "total_norm", measured, norm_type=order)
-    return norms_of(stats.columns, order, finite, ranks).said
+    return norms_of(stats.columns, order, finite, ranks).norm

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradiometer import ops
 from gradiometer.columns import PAIRS
 from gradiometer.inputs import Named, check_names, local_shards, named_parameters, named_tensors, present
-from gradiometer.stats.measure import over_ranks, plain, rows_by_device, settled
+from gradiometer.stats.measure import over_ranks, plain, redistributed, rows_by_device
 from gradiometer.stats.pair_stats import PairStats
 from gradiometer.stats.snapshot import Snapshot
 
@@ -98,7 +98,7 @@ def collect_updates(model: Parameters, snapshot: Snapshot, *, reduce: bool | Ran
 
     def measured(ranks: Ranks | None) -> PairStats:
         grads = present(parameters.names, [p.grad for p in parameters.tensors])
-        return updates_of(parameters, snapshot, settled(grads, parameters, ranks, what), what)
+        return updates_of(parameters, snapshot, redistributed(grads, parameters, ranks, what), what)
 
     return over_ranks(reduce, parameters, what, measured, schema=PAIRS)
 

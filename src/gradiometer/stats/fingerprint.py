@@ -129,8 +129,8 @@ def check_replicas(model: Parameters, *, reduce: bool | Ranks = True) -> dict[st
         return {}
     own = stats.local.materialize()
     bits = {name: str(own[name].fingerprint) for name in names if name in own}
-    told = share(bits, ranks.group, ranks.timeout, what)
-    return {name: minority(ranks, name, [each.get(name) for each in told]) for name in names}
+    gathered = share(bits, ranks.group, ranks.timeout, what)
+    return {name: minority(ranks, name, [each.get(name) for each in gathered]) for name in names}
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

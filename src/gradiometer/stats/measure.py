@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_FINGERPRINT_COLUMNS, TENSORS, Thresholds
 from gradiometer.columns.rows import number
-from gradiometer.distributed import UNKNOWN, given_ranks, implicit_ranks_for, is_active, settle, sharding_here
+from gradiometer.distributed import (
+    UNKNOWN,
+    given_ranks,
+    implicit_ranks_for,
+    is_active,
+    redistribute,
+    sharding_here,
+)
 from gradiometer.inputs import (
     Named,
     Traits,
@@ -74,7 +81,7 @@ def measure_grads(
     grads, home = grads_of(parameters, caller)
 
     def measured(ranks: Ranks | None) -> TensorStats:
-        local = settled(grads, parameters, ranks, caller)
+        local = redistributed(grads, parameters, ranks, caller)
         options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "fingerprint": fingerprint}
         return measure(local, caller, thresholds, inv_scale, home=home, **options)
 
@@ -82,8 +89,8 @@ def measure_grads(
     return grads, over_ranks(reduce, parameters, caller, measured, fingerprint=fingerprint, **agreed)
 
 
-def settled(grads: Named, parameters: Named, ranks: Ranks | None, caller: str) -> Named:
-    """Return the gradients, placed like their parameters; with ranks, as `distributed.settle` does.
+def redistributed(grads: Named, parameters: Named, ranks: Ranks | None, caller: str) -> Named:
+    """Return the gradients, placed like their parameters; with ranks, as `distributed.redistribute` does.
 
     ``parameters``: all of them, in order.
     """
@@ -91,7 +98,7 @@ def settled(grads: Named, parameters: Named, ranks: Ranks | None, caller: str) -
         return grads
     kept = [p for p in parameters.tensors if p.grad is not None]
     if ranks is not None:
-        return Named(grads.names, settle(grads, kept, ranks.timeout, caller))
+        return Named(grads.names, redistribute(grads, kept, ranks.timeout, caller))
     return Named(grads.names, [placed_like(*each, caller) for each in zip(*grads, kept, strict=True)])
 
 

@@ -24,7 +24,7 @@ _PIECE: Final = 2**20
 class Norms(NamedTuple):
     """The norm as torch defines it, and that of the finite elements; 0-d float64, on one device."""
 
-    said: Tensor
+    norm: Tensor
     finite: Tensor
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Named, Place
 
 
-def settle(grads: Named, parameters: Sequence[Tensor], timeout: float, what: str) -> list[Tensor]:
+def redistribute(grads: Named, parameters: Sequence[Tensor], timeout: float, what: str) -> list[Tensor]:
     """Return this rank's shard of each gradient, placed like its parameter.
 
     Partial gradients, such as those of a normalization under sequence parallelism or of a partial parameter,
