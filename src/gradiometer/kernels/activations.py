@@ -345,7 +345,7 @@ def activation(
         PAIRS=x.dtype.itemsize == 2 and x.data_ptr() % 16 == 0,
         TILE=tile,
         UNROLL=unroll,
-        STAGES=tuning.stages(),
+        STAGES=tuning.stages(x.device),
         NUM_SUMS=len(_SUMS),
         MAX_PROGRAMS=tuning.MAX_PROGRAMS,
         NUM_COLUMNS=ACTIVATIONS.width,

@@ -266,7 +266,7 @@ def moments(
         STEP=signed(power(-words)),
         UNROLL=unroll,
         # without fingerprints, reading ahead costs more than it saves
-        STAGES=1 if fingerprints is None else tuning.stages(),
+        STAGES=1 if fingerprints is None else tuning.stages(partials.device),
         COMPENSATED=compensated,
         **tuning.options(threads, registers, partials.device),
     )

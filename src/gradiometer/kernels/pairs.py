@@ -316,7 +316,7 @@ def pairs(
         BITS_G=WORDS.get(sizes[2]),
         TILE=tile,
         UNROLL=unroll,
-        STAGES=tuning.stages(),
+        STAGES=tuning.stages(partials.device),
         **tuning.options(threads, registers, partials.device),
     )
 

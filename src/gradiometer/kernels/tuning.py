@@ -109,12 +109,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def stages() -> int:
+def stages(device: torch.device) -> int:
     """Return how many iterations of a loop are in flight where it pays to read ahead into shared memory.
 
-    Few registers then have many loads in flight. AMD's compiler would read ahead into registers.
+    Few registers then have many loads in flight. Measured on NVIDIA GPUs only; AMD's compiler would read
+    ahead into registers.
     """
-    return 1 if torch.version.hip else 3
+    return 1 if torch.version.hip or device.type == "xpu" else 3
 
 
 def options(threads: int, registers: int, device: torch.device) -> dict[str, Any]:

@@ -190,7 +190,9 @@ def measure(
         columns = torch.empty((0, TENSORS.width), dtype=torch.float64, device=home or "cpu")
         bits = columns.new_empty((0, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64) if fingerprint else None
         flags = columns.new_empty((0,), dtype=torch.int32)
-        return TensorStats(names, columns, flags, thresholds, skip_nonfinite, fingerprints=bits)
+        return TensorStats(
+            names, columns, flags, thresholds, skip_nonfinite=skip_nonfinite, fingerprints=bits
+        )
     if any([is_plain_subclass(kind) for kind in traits.types]):
         # neither a subclass's own operators nor its type may affect the result
         tensors = [t.as_subclass(Tensor) if is_plain_subclass(type(t)) else t for t in tensors]
@@ -204,7 +206,7 @@ def measure(
         columns = _add_implicit_zeros(columns, tensors, stored)
     if sparse or skip_nonfinite:
         flags = TENSORS.flags_of(columns, thresholds, skip_nonfinite=skip_nonfinite)
-    return TensorStats(names, columns, flags, thresholds, skip_nonfinite, fingerprints=bits)
+    return TensorStats(names, columns, flags, thresholds, skip_nonfinite=skip_nonfinite, fingerprints=bits)
 
 
 def _measure_tensors(

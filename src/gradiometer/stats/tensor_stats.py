@@ -80,9 +80,11 @@ class TensorStats(TensorValues, HealthValues[Tensor, Tensor], NamedStats[Report]
         names: tuple[str, ...],
         columns: Tensor,
         flags: Tensor | None = None,
-        # torch 2.11 traces the defaults of a method only if they are literals
+        # torch 2.11 traces the defaults of a method only if they are literals, and passes a field that has a
+        # default by keyword, also if it was passed by position
         thresholds: Thresholds | None = None,
-        skip_nonfinite: bool = False,  # noqa: FBT001, FBT002 a field like the others
+        *,
+        skip_nonfinite: bool = False,
         sharding: Sharding | None = None,
         origin: Tensor | None = None,
         local: TensorStats | None = None,
