@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 import gradiometer as gm
 from conftest import KERNELS
 from gradiometer import clip_coefficient, clip_grad_norm_, clip_grads_with_norm_, collect_and_clip_, ops
+from gradiometer.control import scale
 from gradiometer.ops import launch_plans
 from support.compiling import inductor_if_deep, needs_compiler
 from support.fake_device import DEVICES, HostWaitError, Model, device_of, watch
@@ -993,6 +994,28 @@ def test_the_kernels_path_never_waits(scalings, monkeypatch):
     monkeypatch.undo()
     assert scalings
     assert parameters[0].grad[0] < 0.5
+
+
+@needs_kernels
+@pytest.mark.usefixtures("scalings")
+def test_memory_is_compared_again_at_other_addresses(monkeypatch):
+    compared = []
+    once = scale._once
+    monkeypatch.setattr(scale, "_once", lambda *args: compared.append(1) or once(*args))
+    memory = torch.full((12,), 3.0)
+    separate = with_grads(memory[:4], memory[4:8])
+    for _ in range(3):
+        clip_grad_norm_(separate, 1.0)
+    # compared when the list is first recognized
+    assert len(compared) <= 2
+    memory.fill_(3.0)
+    same = with_grads(memory[:4], memory[:4])
+    clip_grad_norm_(same, 1.0)
+    torch.testing.assert_close(memory[:4], torch.full((4,), 1 / math.sqrt(8)))
+    overlapping = with_grads(memory[4:8], memory[6:10])
+    with pytest.raises(TypeError, match="share part of their memory"):
+        clip_grad_norm_(overlapping, 1.0)
+    assert memory[4:].tolist() == [3.0] * 8
 
 
 @needs_kernels

@@ -353,6 +353,22 @@ def test_a_changed_address_copies_pointers_and_nothing_else(launches, monkeypatc
     assert len(copied) == 1
 
 
+@needs_kernels
+def test_classes_of_histograms_are_copied_once(monkeypatch):
+    tensors = kinds(9)
+    first = gm.collect_exponents(tensors)
+    copied = []
+    upload = uploads._upload
+    monkeypatch.setattr(uploads, "_upload", lambda host, device: copied.append(host) or upload(host, device))
+    assert torch.equal(gm.collect_exponents(tensors).columns, first.columns)
+    # the first call goes through the dispatcher, and the second keeps what it copies
+    copied.clear()
+    moved = [*tensors[:4], tensors[4].clone(), *tensors[5:]]
+    for _ in range(2):
+        assert torch.equal(gm.collect_exponents(moved).columns, first.columns)
+    assert [host.numel() for host in copied] == [9]
+
+
 def test_gradients_and_weights_of_the_same_shapes_keep_a_table_each(launches, direct):
     weights = [nn.Parameter(torch.ones(4)) for _ in range(3)]
     grads = [torch.ones(4) for _ in range(3)]
@@ -405,6 +421,19 @@ def test_no_function_is_called_for_each_tensor(run):
     few, many = events
     assert few > 10
     assert many == few
+
+
+@pytest.mark.parametrize("run", [gm.collect_grads, lambda model: gm.collect_and_clip_(model, 1.0)])
+def test_no_function_is_called_for_each_parameter(run):
+    events = []
+    for count in (2, 1000):
+        tensors = [torch.ones(1) for _ in range(count)]
+        with bench.stubbed(count, "cpu"):
+            model = bench.model_of(tensors)
+            for _ in range(3):
+                run(model)
+            events.append(events_of(lambda model=model: run(model)))
+    assert events[0] == events[1]
 
 
 def test_nothing_is_left_behind_by_a_call(launches):

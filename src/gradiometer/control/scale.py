@@ -99,7 +99,10 @@ def parts_of(grads: Named, what: str) -> list[Part]:
 
     For a DTensor, a part has the tensor that this rank holds: a shard, a copy, or a summand.
     """
-    if any([is_dtensor(kind) for kind in {type(x) for x in grads.tensors}]):
+    whole = _planned(grads, range(len(grads.tensors)), what)
+    if whole is not None:
+        return [whole]
+    if any([is_dtensor(kind) for kind in set(map(type, grads.tensors))]):
         held = [_held(x, name, what) for x, name in zip(grads.tensors, grads.names, strict=True)]
         grads = Named(grads.names, held)
     parts = []
@@ -110,11 +113,9 @@ def parts_of(grads: Named, what: str) -> list[Part]:
         if len(devices) > 1:
             named = present(grads.names, [x if x.device == device else None for x in grads.tensors])
             rows = [i for i, x in enumerate(grads.tensors) if x.device == device]
-        # Dynamo cannot trace how Triton loads its driver
-        kernels_scale = not torch.compiler.is_compiling() and ops.uses_kernels(device)
-        plan = ops.writable(named.tensors) if kernels_scale else None
-        if plan is not None and len(_once(named.names, named.tensors, what)) == plan.count:
-            parts.append(Part(named.tensors, rows, plan))
+        part = _planned(named, rows, what) if len(devices) > 1 else None
+        if part is not None:
+            parts.append(part)
             continue
         memories = [memory_of(x, name, what) for x, name in zip(named.tensors, named.names, strict=True)]
         kept = _once(named.names, memories, what)
@@ -126,6 +127,23 @@ def parts_of(grads: Named, what: str) -> list[Part]:
             memories, rows = [memories[i] for i in kept], [rows[i] for i in kept]
         parts.append(Part(memories, rows, None))
     return parts
+
+
+def _planned(grads: Named, rows: Sequence[int], what: str) -> Part | None:
+    """Return a part that the kernels scale, or None if they do not apply to these gradients."""
+    names, tensors = grads
+    # Dynamo cannot trace how Triton loads its driver
+    if torch.compiler.is_compiling() or not (tensors and ops.uses_kernels(tensors[0].device)):
+        return None
+    plan = ops.writable(tensors)
+    if plan is None:
+        return None
+    addresses = [] if is_watched() else list(map(Tensor.data_ptr, tensors))
+    if not addresses or plan.separate != addresses:
+        if len(_once(names, tensors, what)) < plan.count:
+            return None
+        plan.separate = addresses
+    return Part(tensors, rows, plan)
 
 
 def scale_(part: Part, factors: Tensor) -> None:

@@ -50,7 +50,7 @@ class Traits(NamedTuple):
 def check(named: Named, what: str) -> Traits:
     """Raise a TypeError that names the first object that cannot be measured, if there is one."""
     tensors = named.tensors
-    types = {type(tensor) for tensor in tensors}
+    types = set(map(type, tensors))
     kinds: dict[tuple[torch.dtype, torch.layout, torch.device], None] = {}
     fine = all([issubclass(kind, Tensor) and not issubclass(kind, _UNINITIALIZED) for kind in types])
     if fine:

@@ -43,7 +43,7 @@ def placed_like(name: str, grad: Any, parameter: Any, what: str) -> Tensor:
 
 def local_shards(named: Named, what: str) -> Named:
     """Replace DTensors by this rank's shards; refuse partial ones, and keep other tensors as they are."""
-    if not any([is_dtensor(kind) for kind in {type(tensor) for tensor in named.tensors}]):
+    if not any([is_dtensor(kind) for kind in set(map(type, named.tensors))]):
         return named
     for name, tensor in zip(*named, strict=True):
         if is_dtensor(type(tensor)) and is_partial(tensor):

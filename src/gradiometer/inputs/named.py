@@ -52,7 +52,7 @@ def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named
         msg = f"{what}: expected a module, a mapping or an iterable of tensors, got {type(source).__name__}"
         raise TypeError(msg)
     items = list(source)
-    if not any([issubclass(kind, tuple) for kind in {type(item) for item in items}]):
+    if not any([issubclass(kind, tuple) for kind in set(map(type, items))]):
         return Named(_kept(_positions)(len(items)), items)
     pairs = [x if isinstance(x, tuple) and len(x) == 2 else (str(i), x) for i, x in enumerate(items)]
     return with_names([name for name, _ in pairs], [tensor for _, tensor in pairs], what)
@@ -60,7 +60,7 @@ def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named
 
 def with_names(names: list[Any], tensors: list[Any], what: str) -> Named:
     """Return tensors with their names, which must be strings, without the parts that wrappers add."""
-    if {type(name) for name in names} != {str}:
+    if set(map(type, names)) != {str}:
         for name in names:
             if not isinstance(name, str):
                 raise TypeError(f"{what}: a name must be a string, got {name!r}")

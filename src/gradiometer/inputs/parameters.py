@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from gradiometer.inputs import module_walk
 from gradiometer.inputs.checks import refusal
 from gradiometer.inputs.named import Named, Tensors, named_tensors, present, with_names
 
@@ -19,8 +21,7 @@ Parameters = nn.Module | Tensors
 def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what: str) -> Named:
     """Return the named parameters of a module or of any input of `named_tensors`; tied ones once."""
     if isinstance(source, nn.Module):
-        pairs = list(unwrapped(source).named_parameters())
-        return with_names([name for name, _ in pairs], [parameter for _, parameter in pairs], what)
+        return _of_module(unwrapped(source), what)
     named = named_tensors(source, what)
     for name, parameter in zip(named.names, named.tensors, strict=True):
         if not isinstance(parameter, Tensor):
@@ -31,6 +32,18 @@ def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what
         once.append(None if parameter in seen else parameter)
         seen.add(parameter)
     return present(named.names, once)
+
+
+def _of_module(module: nn.Module, what: str) -> Named:
+    is_compiling = torch.compiler.is_compiling()
+    found = None if is_compiling else module_walk.planned(module)
+    if found is not None:
+        return Named(*found)
+    pairs = list(module.named_parameters())
+    named = with_names([name for name, _ in pairs], [parameter for _, parameter in pairs], what)
+    if not is_compiling:
+        module_walk.plan(module, *named)
+    return named
 
 
 def tracked_parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str, ...], list[Tensor]]:

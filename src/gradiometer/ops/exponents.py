@@ -18,7 +18,6 @@ from gradiometer.ops.launch_plans import host_plan
 from gradiometer.ops.library import REVISION, by_device, define
 from gradiometer.ops.ring import is_due
 from gradiometer.ops.taps import may_measure
-from gradiometer.ops.uploads import upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +76,7 @@ def _launch(
     if cursor is not None:
         kernels.begin_exponents(packed.table, rows, cursor, count)
     for group in packed.chunk_map.groups:
-        classes = upload(kernels.classes(group.dtype), packed.table.device)
+        classes = packed.constant(kernels.classes(group.dtype))
         kernels.exponents(packed.pointers, packed.table, classes, rows, *group, count, cursor)
 
 

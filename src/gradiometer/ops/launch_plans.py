@@ -104,12 +104,13 @@ def int64(values: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Kept:
-    """Tables that stay on the device, for calls on one stream."""
+    """Tables that stay on the device, for calls on one stream; ``constants``: by the table on the host."""
 
     stream: int
     addresses: list[int]
     pointers: Tensor
     table: Tensor
+    constants: dict[Tensor, Tensor]
 
 
 @dataclass(eq=False)
@@ -127,6 +128,7 @@ class LaunchPlan:
             pairs), that ``chunk_map`` was made for.
         host_plans: those of `host_plan` for a direct list, by the function that made each.
         kept: tables that stay on the device.
+        separate: addresses at which the tensors were last found to share no memory.
         captured: how many different lists of addresses were captured.
     """
 
@@ -140,6 +142,7 @@ class LaunchPlan:
     chunk_map: ChunkMap | None = None
     host_plans: dict[Callable[..., Any], Any] = field(default_factory=dict)
     kept: Kept | None = None
+    separate: list[int] = field(default_factory=list)
     captured: int = 0
 
 

@@ -50,13 +50,22 @@ class Pack:
     """The input of one call's kernels, on the device.
 
     ``pointers``: ``(T,) int64``. ``table``: the chunk map's table. ``tensors``: the tensors that the pointers
-    refer to, kept alive until the kernels are launched.
+    refer to, kept alive until the kernels are launched. ``constants``: those that stay on the device.
     """
 
     chunk_map: ChunkMap
     pointers: Tensor
     table: Tensor
     tensors: Sequence[Tensor]
+    constants: dict[Tensor, Tensor] | None = None
+
+    def constant(self, host: Tensor) -> Tensor:
+        """Return a table that is the same object in all calls, on the device."""
+        if self.constants is None:
+            return uploads.upload(host, self.table.device)
+        if host not in self.constants:
+            self.constants[host] = uploads.upload(host, self.table.device)
+        return self.constants[host]
 
 
 def pack(
@@ -175,7 +184,7 @@ def _packed(
         pointers, table = _captured(plan, chunk_map, addresses)
     elif keep:
         kept = _keep(plan, chunk_map, addresses)
-        pointers, table = kept.pointers, kept.table
+        return Pack(chunk_map, kept.pointers, kept.table, flats, kept.constants)
     else:
         pointers, table = uploads.copy(int64(addresses), device), uploads.copy(chunk_map.table, device)
     return Pack(chunk_map, pointers, table, flats)
@@ -206,13 +215,14 @@ def in_float32(tensor: Tensor) -> Tensor:
 def _keep(plan: LaunchPlan, chunk_map: ChunkMap, addresses: list[int]) -> Kept:
     device, kept = plan.device, plan.kept
     stream = uploads.stream_of(device)
+    constants: dict[Tensor, Tensor] = {}
     if kept is None or kept.stream != stream:
         table = uploads.copy(chunk_map.table, device)
     elif kept.addresses == addresses:
         return kept
     else:
-        table = kept.table
-    plan.kept = kept = Kept(stream, addresses, uploads.copy(int64(addresses), device), table)
+        table, constants = kept.table, kept.constants
+    plan.kept = kept = Kept(stream, addresses, uploads.copy(int64(addresses), device), table, constants)
     return kept
 
 

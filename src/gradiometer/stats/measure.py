@@ -162,7 +162,7 @@ def over_ranks_with(
 
 
 def _any_dtensor(named: Named) -> bool:
-    return any([is_dtensor(kind) for kind in {type(tensor) for tensor in named.tensors}])
+    return any([is_dtensor(kind) for kind in set(map(type, named.tensors))])
 
 
 @torch.no_grad()
@@ -179,9 +179,11 @@ def measure(
     """Measure named tensors as `collect` does; ``caller`` names the caller in error messages."""
     if not isinstance(thresholds, Thresholds):
         raise TypeError(f"{caller}: thresholds must be gm.Thresholds(...), got {thresholds!r}")
-    named = local_shards(named, caller)
+    plan = ops.recognize(named.tensors)
+    if plan is None:
+        whole, named = named, local_shards(named, caller)
+        plan = None if named is whole else ops.recognize(named.tensors)
     names, tensors = named
-    plan = ops.recognize(tensors)
     # recognized: the list is like one that was measured before, so it is not checked again
     traits = check(named, caller) if plan is None else Traits({Tensor}, {torch.strided}, [plan.device])
     check_names(names, caller)
