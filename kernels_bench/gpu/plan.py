@@ -15,6 +15,10 @@ FOUND = 9
 # short cases and those with a bound come first, because the last ones may be cut off
 CASES = "one-1.5e9,2000x1m,2000x1k,gpt2,llama-1b,moe,misaligned,beyond-2^31"
 PROVIDERS = "ceiling,ours-eager,ours-graph,ours-pairs,foreach,foreach64,foreach-graph,foreach64-graph"
+# each kind of measurement, beside a replayed `torch.sum` over the same bytes
+KINDS = "ceiling-graph,ours-graph,ours-once-graph,ours-fingerprint-graph,ours-pairs-graph,ours-updates-graph"
+KINDS += ",ours-exponents-graph,ours-taps-graph,ours-clip-graph"
+KIND_CASES = "gpt2,gpt2-bf16,gpt2-fp16,llama-1b,activation-fp32,activation-bf16,activation-fp16"
 # they compile a long list, so they come last
 PEERS = "ours-eager,ours-graph,loop,loop-graph,inductor,inductor-graph,inductor-combo,inductor-combo-graph"
 SMALL = "--layers 1 --width 32 --heads 2 --vocabulary 64 --context 16 --batch 2 --seconds 0.2"
@@ -97,6 +101,9 @@ def parts(out: Path, device: str, *, sweep: bool = False) -> list[Part]:
     ]
     bench = ["--cases", "64m-fp32" if small else CASES, "--seconds", 0.1 if small else 1, "--no-memory"]
     listed.append(Part("bench", script("", *bench, "--providers", PROVIDERS, "--out", out), 240, least=60))
+    kinds = ["--cases", "64m-fp32" if small else KIND_CASES, "--seconds", 0.1 if small else 1, "--no-memory"]
+    kinds += ["--providers", "ceiling,ours-fingerprint" if small else KINDS, "--out", out / "kinds"]
+    listed.append(Part("kinds", script("", *kinds), 240, least=60))
     if ncu := shutil.which("ncu"):
         one = script("", "--cases", bench[1].split(",")[0], "--providers", "ours-eager", "--seconds", 0.1)
         one += ["--out", str(out / "ncu")]

@@ -44,9 +44,11 @@ GRACE = 10.0
 LARGE = 256e6
 # files that a run writes to its folder, besides logs
 WRITTEN = [
-    f"{name}.{kind}" for name in ("gpu", "bench", "gpt2", "sweep", "peers/bench") for kind in ("json", "md")
+    f"{name}.{kind}"
+    for name in ("gpu", "bench", "gpt2", "sweep", "kinds/bench", "peers/bench")
+    for kind in ("json", "md")
 ]
-WRITTEN += ["host.json", "bench.png", "peers/bench.png"]
+WRITTEN += ["host.json", "bench.png", "kinds/bench.png", "peers/bench.png"]
 # A finding of a memory checker, in the log of one that was cut off before its summary. That the program did
 # not end by itself is none.
 FINDING = re.compile(
@@ -240,8 +242,8 @@ def markdown(result: dict, out: Path) -> str:
     for name, title in sections.items():
         if text := text_of(out / name):
             lines += [f"\n## {title}\n", "```text", text.strip(), "```"]
-    titles = {"gpt2": "A training step of GPT-2", "bench": "Benchmark", "peers/bench": "Other collectors"}
-    for name, title in {**titles, "sweep": "Tuning"}.items():
+    titles = {"gpt2": "A training step of GPT-2", "bench": "Benchmark", "kinds/bench": "Kinds of measurement"}
+    for name, title in {**titles, "peers/bench": "Other collectors", "sweep": "Tuning"}.items():
         if text := text_of(out / f"{name}.md"):
             lines += [f"\n## {title}\n", text.strip()]
     return "\n".join(lines) + "\n"
