@@ -99,12 +99,12 @@ def parts_of(grads: Named, what: str) -> list[Part]:
 
     For a DTensor, a part has the tensor that this rank holds: a shard, a copy, or a summand.
     """
-    whole = _planned(grads, range(len(grads.tensors)), what)
-    if whole is not None:
-        return [whole]
     if any([is_dtensor(kind) for kind in set(map(type, grads.tensors))]):
         held = [_held(x, name, what) for x, name in zip(grads.tensors, grads.names, strict=True)]
         grads = Named(grads.names, held)
+    whole = _planned(grads, range(len(grads.tensors)), what)
+    if whole is not None:
+        return [whole]
     parts = []
     devices = dict.fromkeys([x.device for x in grads.tensors])
     for device in devices:
@@ -113,10 +113,10 @@ def parts_of(grads: Named, what: str) -> list[Part]:
         if len(devices) > 1:
             named = present(grads.names, [x if x.device == device else None for x in grads.tensors])
             rows = [i for i, x in enumerate(grads.tensors) if x.device == device]
-        part = _planned(named, rows, what) if len(devices) > 1 else None
-        if part is not None:
-            parts.append(part)
-            continue
+            part = _planned(named, rows, what)
+            if part is not None:
+                parts.append(part)
+                continue
         memories = [memory_of(x, name, what) for x, name in zip(named.tensors, named.names, strict=True)]
         kept = _once(named.names, memories, what)
         if is_watched():
