@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from itertools import chain
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from gradiometer.columns import PAIRS
 from gradiometer.inputs import as_real
 from gradiometer.ops import openmp
 from gradiometer.ops.eager_plan import BATCH, SMALL, WIDTH_OF
-from gradiometer.ops.row_sums import row_sums, sum_of_small
+from gradiometer.ops.row_sums import is_width, row_sums, sum_of_small
 from gradiometer.ops.streaming import PIECE, by_tensor, convertible, cut, merged, piece_length
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ _FINITE: Final = (0.0, 0.0, 0.0)
 class PairPlan(NamedTuple):
     """How to measure a list of pairs.
 
-    ``large``, ``single``: the indices of large pairs and of pairs of numbers. ``groups``: the others, by the
-    width of their rows and by their dtypes, of which there are two or, with a gradient, three.
+    ``large``, ``single``: the indices of large pairs and of pairs of numbers. ``groups``: the others, of the
+    same dtypes, with the width of their rows.
     """
 
     large: list[int]
     single: list[int]
-    groups: dict[tuple[int, tuple[torch.dtype, ...]], list[int]]
+    groups: list[tuple[int, list[int]]]
 
 
 def pairs_of(
@@ -55,7 +55,8 @@ def pairs_of(
 
 def plan_of(pairs: Sequence[tuple[Tensor, ...]]) -> PairPlan:
     """Return the plan for pairs of real tensors; it also holds if only the addresses differ."""
-    plan = PairPlan([], [], {})
+    plan = PairPlan([], [], [])
+    groups: dict[tuple[int, tuple[torch.dtype, ...]], list[int]] = {}
     for index, pair in enumerate(pairs):
         numel = pair[0].numel()
         if numel > BATCH:
@@ -65,7 +66,12 @@ def plan_of(pairs: Sequence[tuple[Tensor, ...]]) -> PairPlan:
         elif numel:
             # trailing zeros change no bit of a row's sums
             width = WIDTH_OF[numel] if numel <= SMALL else numel
-            plan.groups.setdefault((width, tuple([x.dtype for x in pair])), []).append(index)
+            groups.setdefault((width, tuple([x.dtype for x in pair])), []).append(index)
+    for (width, _), indices in groups.items():
+        sizes = {pairs[index][0].numel() for index in indices}
+        # without padding, where that changes no sum
+        exact = len(sizes) == 1 and is_width(min(sizes))
+        plan.groups.append((min(sizes) if exact else width, indices))
     return plan
 
 
@@ -85,7 +91,7 @@ def pair_stats(
         rows[index] = _row_of_numbers(pairs[index])
     if plan.groups:
         with openmp.one_thread():
-            for (width, _), indices in plan.groups.items():
+            for width, indices in plan.groups:
                 _measure_group(pairs, indices, width, rows)
     if plan.large:
         large = [(index, pairs[index]) for index in plan.large]
@@ -140,8 +146,7 @@ def _measure_on_thread(numel: int) -> Callable[[tuple[Tensor, ...]], _Row]:
             if len(piece) not in memory:
                 memory[len(piece)] = _memory(piece, numel)
             kept[key] = _Scratch(memory[len(piece)], piece, 1)
-        ((*sums, top),) = _sums(piece, kept[key], [size], _sum)
-        return _measure_nonfinite(piece) if _is_odd(sums) else (size, *sums, *_FINITE, top)
+        return _rows_of([piece], piece, kept[key], [size], _sum)[0]
 
     return lambda block: merged([measure_piece(piece) for piece in cut(block, numel)])
 
@@ -160,18 +165,17 @@ def _row_of_numbers(numbers: tuple[Tensor, ...]) -> _Row:
     return (1, a * a, b * b, a * b, u * u, u, same, g * g, u * g, g != 0, same and g != 0, *_FINITE, abs(u))
 
 
-def _is_odd(sums: list[float]) -> bool:
-    # squares of differences and of gradients
-    return not (sums[3] < math.inf and sums[6] < math.inf)
+def _rows_of(
+    pairs: list[tuple[Tensor, ...]],
+    sources: Sequence[Tensor],
+    scratch: _Scratch,
+    sizes: list[int],
+    add: Callable[[Tensor], Tensor],
+) -> list[_Row]:
+    """Return the rows of pairs.
 
-
-def _sums(
-    sources: Sequence[Tensor], scratch: _Scratch, sizes: list[int], add: Callable[[Tensor], Tensor]
-) -> list[list[float]]:
-    """Return the sums of each row, in the order of the columns, and max |u|.
-
-    ``sources``: a, b and perhaps g, each of R * n elements; of two dimensions if R > 1. ``sizes``: of the
-    rows, without the zeros after each. ``add``: returns the sum of each row.
+    ``sources``: a, b and perhaps g of all pairs, each of R * n elements; of two dimensions if R > 1.
+    ``sizes``: of the pairs, without the zeros after each. ``add``: returns the sum of each row.
     """
     for x, flat, source in zip(scratch.sides, scratch.flats, sources, strict=True):
         (flat if source.dim() == 1 else x.view(source.shape)).copy_(convertible(source))
@@ -189,9 +193,14 @@ def _sums(
     if not scratch.is_double:
         # the root of a rounded square is the number itself
         tops = list(map(math.sqrt, u.amax(dim=1).tolist()))
-    of_g = [*sumsq[2:], *dot_ug] or [[0.0] * len(sizes)] * 2
-    columns = *sumsq[:2], dot_ab, sumsq_u, sum_u, counts[0], *of_g, *counts[1:], tops
-    return list(map(list, zip(*columns, strict=True)))
+    (sumsq_g,), (dot_ug,) = [x or [[0.0] * len(sizes)] for x in (sumsq[2:], dot_ug)]
+    columns = sumsq[0], sumsq[1], dot_ab, sumsq_u, sum_u, counts[0], sumsq_g, dot_ug, *counts[1:]
+    rows: list[_Row] = list(zip(sizes, *columns, *map(repeat, _FINITE), tops, strict=False))
+    if all(map(math.inf.__gt__, chain(sumsq_u, sumsq_g))):
+        return rows
+    is_finite = [x < math.inf and y < math.inf for x, y in zip(sumsq_u, sumsq_g, strict=True)]
+    every = zip(rows, pairs, is_finite, strict=True)
+    return [row if finite else _measure_nonfinite(pair) for row, pair, finite in every]
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -277,6 +286,6 @@ def _measure_group(pairs: list[tuple[Tensor, ...]], indices: list[int], width: i
             sources.append(_flatten_dense_tensors(parts).view(-1, width))
         if scratch is None or len(batch) < most:
             scratch = _Scratch(memory, sources, len(batch))
-        found = _sums(sources, scratch, sizes, add)
-        for index, pair, numel, (*sums, top) in zip(batch, members, sizes, found, strict=True):
-            rows[index] = _measure_nonfinite(pair) if _is_odd(sums) else (numel, *sums, *_FINITE, top)
+        found = _rows_of(members, sources, scratch, sizes, add)
+        for index, row in zip(batch, found, strict=True):
+            rows[index] = row

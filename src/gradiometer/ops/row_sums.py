@@ -26,9 +26,14 @@ _SLABS: Final = 16
 def row_sums(x: Tensor) -> Tensor:
     """Return the sum of each row, ``(..., W) -> (...)``; trailing zeros change no bit of it.
 
-    ``x``: contiguous. W: above 64 a multiple of 64, above 1024 one of 1024.
+    ``x``: contiguous. W: see `is_width`.
     """
     return add_lanes(lanes_of(x))
+
+
+def is_width(size: int) -> bool:
+    """Return whether rows of this size can be added up: above 64 a multiple of 64, above 1024 one of 1024."""
+    return size <= LANES or size % (_SLABS * LANES if size > _SLABS * LANES else LANES) == 0
 
 
 def lanes_of(x: Tensor, out: Tensor | None = None) -> Tensor:
