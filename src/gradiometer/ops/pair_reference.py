@@ -18,8 +18,8 @@ from torch._utils import _flatten_dense_tensors
 from gradiometer.columns import PAIRS
 from gradiometer.inputs import as_real
 from gradiometer.ops import openmp
-from gradiometer.ops.eager_plan import BATCH, SMALL, WIDTH_OF
-from gradiometer.ops.row_sums import is_width, row_sums, sum_of_small
+from gradiometer.ops.eager_plan import BATCH, SMALL, WIDTH_OF, exact_width
+from gradiometer.ops.row_sums import row_sums, sum_of_small
 from gradiometer.ops.streaming import PIECE, by_tensor, convertible, cut, merged, piece_length
 
 if TYPE_CHECKING:
@@ -69,9 +69,7 @@ def plan_of(pairs: Sequence[tuple[Tensor, ...]]) -> PairPlan:
             groups.setdefault((width, tuple([x.dtype for x in pair])), []).append(index)
     for (width, _), indices in groups.items():
         sizes = {pairs[index][0].numel() for index in indices}
-        # without padding, where that changes no sum
-        exact = len(sizes) == 1 and is_width(min(sizes))
-        plan.groups.append((min(sizes) if exact else width, indices))
+        plan.groups.append((exact_width(sizes, width) if width <= SMALL else width, indices))
     return plan
 
 
@@ -103,7 +101,7 @@ def pair_stats(
 
 
 def _piece_length() -> int:
-    # the buffers of a thread take 3 MiB
+    # the buffers of a thread take 2.5 MiB
     return min(piece_length(), PIECE // 2)
 
 
@@ -117,10 +115,11 @@ class _Scratch:
 
     def __init__(self, memory: Tensor, sources: Sequence[Tensor], rows: int) -> None:
         numel, lists = sources[0].numel(), len(sources)
-        # u * g, a * b, u, a, b, g; without g the first and the last are left out
-        buffers = memory[: 2 * lists * numel].view(2 * lists, rows, -1)
-        self.products, self.squares = buffers[:lists], buffers[lists - 1 :]
-        *self.ug, self.ab, self.u = self.products.unbind()
+        # u * g, u, a, b, g; without g the first and the last are left out
+        count = 2 * lists - 1
+        buffers = memory[: count * numel].view(count, rows, -1)
+        self.products, self.squares = buffers[: lists - 1], buffers[lists - 2 :]
+        *self.ug, self.u = self.products.unbind()
         self.sides = self.squares[1:].unbind()
         self.flats = [x.view(-1) for x in self.sides]
         dtypes = {x.dtype for x in sources}
@@ -152,7 +151,7 @@ def _measure_on_thread(numel: int) -> Callable[[tuple[Tensor, ...]], _Row]:
 
 
 def _memory(pair: tuple[Tensor, ...], numel: int) -> Tensor:
-    return pair[0].new_empty(2 * len(pair) * numel, dtype=torch.float64)
+    return pair[0].new_empty((2 * len(pair) - 1) * numel, dtype=torch.float64)
 
 
 def _row_of_numbers(numbers: tuple[Tensor, ...]) -> _Row:
@@ -177,30 +176,58 @@ def _rows_of(
     ``sources``: a, b and perhaps g of all pairs, each of R * n elements; of two dimensions if R > 1.
     ``sizes``: of the pairs, without the zeros after each. ``add``: returns the sum of each row.
     """
-    for x, flat, source in zip(scratch.sides, scratch.flats, sources, strict=True):
-        (flat if source.dim() == 1 else x.view(source.shape)).copy_(convertible(source))
+    _widen(sources, scratch)
     counts = _counts(sources, scratch, sizes)
     a, b, *rest = scratch.sides
-    torch.mul(a, b, out=scratch.ab)
     u = torch.sub(a, b, out=scratch.u)
     for g, ug in zip(rest, scratch.ug, strict=True):
         torch.mul(u, g, out=ug)
-    *dot_ug, dot_ab, sum_u = add(scratch.products).tolist()
+    *dot_ug, sum_u = add(scratch.products).tolist()
     if scratch.is_double:
         # their squares may leave the range of float64
         tops = u.abs_().amax(dim=1).tolist()
-    sumsq_u, *sumsq = add(scratch.squares.square_()).tolist()
+    sumsq_u, sumsq_a, sumsq_b, *sumsq_g = add(scratch.squares.square_()).tolist()
     if not scratch.is_double:
         # the root of a rounded square is the number itself
         tops = list(map(math.sqrt, u.amax(dim=1).tolist()))
-    (sumsq_g,), (dot_ug,) = [x or [[0.0] * len(sizes)] for x in (sumsq[2:], dot_ug)]
-    columns = sumsq[0], sumsq[1], dot_ab, sumsq_u, sum_u, counts[0], sumsq_g, dot_ug, *counts[1:]
+    dot_ab = _dot_ab((sumsq_a, sumsq_b, sumsq_u), sources, scratch, add)
+    (of_g,), (of_ug,) = [x or [[0.0] * len(sizes)] for x in (sumsq_g, dot_ug)]
+    n_unchanged, n_nonzero, n_stuck = counts
+    columns = sumsq_a, sumsq_b, dot_ab, sumsq_u, sum_u, n_unchanged, of_g, of_ug, n_nonzero, n_stuck
     rows: list[_Row] = list(zip(sizes, *columns, *map(repeat, _FINITE), tops, strict=False))
-    if all(map(math.inf.__gt__, chain(sumsq_u, sumsq_g))):
+    if all(map(math.inf.__gt__, chain(sumsq_u, of_g))):
         return rows
-    is_finite = [x < math.inf and y < math.inf for x, y in zip(sumsq_u, sumsq_g, strict=True)]
+    is_finite = [x < math.inf and y < math.inf for x, y in zip(sumsq_u, of_g, strict=True)]
     every = zip(rows, pairs, is_finite, strict=True)
     return [row if finite else _measure_nonfinite(pair) for row, pair, finite in every]
+
+
+def _widen(sources: Sequence[Tensor], scratch: _Scratch) -> None:
+    for x, flat, source in zip(scratch.sides, scratch.flats, sources, strict=False):
+        (flat if source.dim() == 1 else x.view(source.shape)).copy_(convertible(source))
+
+
+def _dot_ab(
+    sums_of_squares: tuple[list[float], ...],
+    sources: Sequence[Tensor],
+    scratch: _Scratch,
+    add: Callable[[Tensor], Tensor],
+) -> list[float]:
+    """Return the dot product of a and b of each row; if u is small, from the squares of a, b and u.
+
+    It overwrites a and b.
+    """
+    every = list(zip(*sums_of_squares, strict=True))
+    # |u| <= |a| / 4 and |u| <= |b| / 4: their sum is then at least half of its terms, and as exact as they
+    # are. Squares of float64 may leave its range
+    is_near = [not scratch.is_double and 16 * u <= a and 16 * u <= b for a, b, u in every]
+    near = [a / 2 + b / 2 - u / 2 for a, b, u in every]
+    if all(is_near):
+        return near
+    _widen(sources[:2], scratch)
+    a, b, *_ = scratch.sides
+    others = add(a.mul_(b)).tolist()
+    return [x if fits else y for x, y, fits in zip(near, others, is_near, strict=True)]
 
 
 def _sum(x: Tensor) -> Tensor:
