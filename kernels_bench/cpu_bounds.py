@@ -79,7 +79,7 @@ BOUNDS = (
     ),
     # pairs of 32M elements, and small ones, against statistics of the same bytes
     *(
-        Bound(case, ours, peer, 2.5)
+        Bound(case, ours, peer, 2.0)
         for case in (
             "16 of 2097152",
             "16 of 2097152 bfloat16",
