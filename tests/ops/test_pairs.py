@@ -397,7 +397,7 @@ def near(*borders):
 
 def borders():
     if not KERNELS:
-        return (*eager_plan.WIDTHS[:3], eager_plan.SMALL, eager_plan.FEW, eager_plan.BATCH, streaming.PIECE)
+        return (*eager_plan.WIDTHS[:3], eager_plan.SMALL, eager_plan.BATCH, streaming.PIECE // 2)
     from gradiometer.kernels import tuning
 
     found = {size for way in tuning.PAIRS.values() for size in (way.tile, way.tile * way.unroll)}
@@ -505,6 +505,18 @@ def test_large_tensors_go_through_pieces(other):
     assert rows(call([a, a], [b, b], [g, torch.empty(0)])) == [with_g, plain]
     a[100, 3], g[200, 5] = math.nan, math.inf
     assert rows(call([a], [b], [g])) == [exact_pair(a, b, g)[0]]
+
+
+@only_eager
+@pytest.mark.parametrize("n", [100, 9000, streaming.PIECE // 2 + 5])
+def test_differences_of_all_sizes_in_one_call(n):
+    g = torch.Generator().manual_seed(0)
+    a, noise, grads = [[torch.randn(n, generator=g) for _ in range(5)] for _ in range(3)]
+    # the dot product of the first ones follows from the squares
+    b = [x + size * y for x, y, size in zip(a, noise, (0.0, 1e-4, 0.2, 0.3, 10.0), strict=True)]
+    together = check(a, b, grads)
+    for row, *one in zip(together, a, b, grads, strict=True):
+        assert bit_patterns([call(*[[x] for x in one])[0]]) == bit_patterns([row])
 
 
 @only_eager

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import gradiometer as gm
 from gradiometer.columns import DEFAULT_THRESHOLDS, TENSORS, Flag, Thresholds
 from gradiometer.ops import eager_plan, reference, reference_rows, streaming
 from kernels_bench import scripts
+from support.gradients import bit_patterns
 
 LIMIT_MIB = 4.0
 
@@ -126,7 +128,7 @@ def test_every_share_of_zeros_equal_to_the_threshold_is_dead():
 
 
 def middle_sized(dtype):
-    sizes = [8193, 32767, 8193, 20000, 8193, *[8193] * 16, 12345, 30000]
+    sizes = [8193, 32767, 8193, 20000, 8193, *[8193] * 16, 12345, 30000, eager_plan.MIDDLE, 50001]
     tensors = [torch.randn(size).to(dtype) for size in sizes]
     tensors.append(torch.randn(100, 200).to(dtype).t())
     tensors.append(torch.randn(150, 200).to(dtype)[::2, 1:])
@@ -179,3 +181,14 @@ def test_zeros_after_a_row_change_no_bit_of_its_sums(dtype):
     assert crowd[: len(tensors)] == [
         reference.tensor_stats([x], DEFAULT_THRESHOLDS)[0].tolist()[0] for x in tensors
     ]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("numel", [1, 16, 100, 1024, 5000, 9000, eager_plan.MIDDLE, eager_plan.MIDDLE + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_measuring_changes_no_tensor(count, numel, dtype):
+    tensors = [torch.randn(numel).to(dtype) for _ in range(count)]
+    before = [x.clone() for x in tensors]
+    gm.collect(tensors)
+    gm.compare(tensors, before)
+    assert bit_patterns(tensors) == bit_patterns(before)

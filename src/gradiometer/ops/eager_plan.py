@@ -15,15 +15,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# a small tensor fills one zero-padded row, usually of the smallest width that holds it
+# a small tensor fills one zero-padded row, usually of the smallest width that holds it; `row_sums` adds up
+# rows of at most LANES elements, of a multiple of them, and above 1024 of a multiple of 1024
 SMALL: Final = 2**13
+LANES: Final = 64
 WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, *range(2**11, SMALL + 1, 2**10))
 # the width for each number of elements
 WIDTH_OF: Final = tuple([WIDTHS[bisect_left(WIDTHS, size)] for size in range(SMALL + 1)])
 # most elements in a batch of such rows: fewer than torch spreads over threads; four times that on one thread
 BATCH: Final = 2**15 - 1
-# the same for middle-sized tensors, of up to BATCH elements each, on one thread: its cache holds them in fp64
+# the same for middle-sized tensors, of up to MIDDLE elements, on one thread: its cache holds them in fp64
 BATCH_ALONE: Final = 2**17
+# a batch of two or more takes less time than each alone
+MIDDLE: Final = 2**16
 # up to this many elements the number of operators costs more than their work
 FEW: Final = BATCH // 3
 
@@ -31,14 +35,12 @@ FEW: Final = BATCH // 3
 class PaddedGroup(NamedTuple):
     """Small tensors of one dtype that are padded to one width.
 
-    ``indices``: their positions in the call. ``flat``: whether each has one dimension. ``padding``: the zeros
-    after each.
+    ``indices``: their positions in the call. ``padding``: the zeros after each; none if all fill their rows.
     """
 
     width: int
     indices: list[int]
     sizes: list[int]
-    flat: list[bool]
     padding: list[Tensor]
 
 
@@ -60,9 +62,10 @@ def plan_of(tensors: Sequence[Tensor]) -> EagerPlan:
     plan = EagerPlan([], [], [], [])
     middle: list[tuple[int, int]] = []
     small: dict[torch.dtype, dict[int, list[int]]] = {}
+    most = MIDDLE if openmp.can_run_alone() else BATCH
     for index, x in enumerate(tensors):
         numel = x.numel()
-        if numel > BATCH or (numel > SMALL and x.dtype == torch.float64):
+        if numel > most or (numel > SMALL and x.dtype == torch.float64):
             plan.large.append(index)
         elif numel > SMALL:
             middle.append((numel, index))
@@ -95,11 +98,20 @@ def _batches(middle: list[tuple[int, int]]) -> list[list[int]]:
 def _group_of(tensors: Sequence[Tensor], width: int, indices: list[int]) -> PaddedGroup:
     members = [tensors[index] for index in indices]
     sizes = [x.numel() for x in members]
+    width = exact_width(set(sizes), width)
+    if min(sizes) == width:
+        return PaddedGroup(width, indices, sizes, [])
     zeros = members[0].new_zeros(width)
     padding = {size: zeros[size:] for size in set(sizes)}
-    return PaddedGroup(
-        width, indices, sizes, [x.dim() == 1 for x in members], [padding[size] for size in sizes]
-    )
+    return PaddedGroup(width, indices, sizes, [padding[size] for size in sizes])
+
+
+def exact_width(sizes: set[int], width: int) -> int:
+    """Return the size if there is only one and it is a width, or else the width; no sum depends on this."""
+    (size,) = sizes if len(sizes) == 1 else (width,)
+    # rows of whole words, see fingerprint.py
+    unit = 16 if size <= LANES else LANES if size <= 16 * LANES else 16 * LANES
+    return width if size % unit else size
 
 
 def prepared(tensor: Tensor) -> Tensor:

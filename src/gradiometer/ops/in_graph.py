@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from gradiometer.columns import TENSORS, Thresholds
 from gradiometer.ops.dispatch import uses_kernels
-from gradiometer.ops.eager_plan import FEW, SMALL, WIDTH_OF
+from gradiometer.ops.eager_plan import FEW, LANES, SMALL, WIDTH_OF
 from gradiometer.ops.library import REVISION, define
-from gradiometer.ops.row_sums import LANES, add_lanes, lanes_of
+from gradiometer.ops.row_sums import add_lanes, lanes_of
 
 # The plain operators take seconds to compile, and more with more tensors. With more elements than these, rows
 # included their padding, the opaque op takes a small part of the step.

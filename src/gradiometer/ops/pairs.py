@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -50,13 +51,24 @@ def measure_pairs(
 
 
 def _by_reference(a: Tensors, b: Tensors, g: Tensors | None = None, plan: LaunchPlan | None = None) -> Tensor:
-    columns = pair_reference.pair_stats(a, b, g)
+    sides = [a, b] if g is None else [a, b, g]
+    tensors = list(chain.from_iterable(sides))
     if plan is None:
         # let `recognize_pairs` find this list, as a launch of the kernels does
-        tensors = list(chain(a, b, g or ()))
         plan = launch_plans.recognize(tensors) or launch_plans.remember(tensors)
-        plan.cut, plan.chunk_map = (0, 0, 2 if g is None else 3), None
-    return columns
+        plan.cut, plan.chunk_map = (0, 0, len(sides)), None
+    eager = launch_plans.host_plan(tensors, plan, _PLANS_OF[len(sides)])
+    return pair_reference.pair_stats(a, b, g, eager)
+
+
+def _plan_of(lists: int, tensors: Tensors) -> pair_reference.PairPlan:
+    count = len(tensors) // lists
+    sides = [tensors[start : start + count] for start in range(0, len(tensors), count)]
+    return pair_reference.plan_of(pair_reference.pairs_of(*sides))
+
+
+# by the number of lists; the same tensors may be cut in two ways
+_PLANS_OF: Final = {lists: partial(_plan_of, lists) for lists in (2, 3)}
 
 
 def _by_kernels(a: Tensors, b: Tensors, g: Tensors | None = None, plan: LaunchPlan | None = None) -> Tensor:

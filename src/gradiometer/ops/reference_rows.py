@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from gradiometer.columns import Fingerprint
 from gradiometer.ops import fingerprint as bits
-from gradiometer.ops.eager_plan import FEW, SMALL
-from gradiometer.ops.row_sums import LANES, add_lanes, lanes_of, row_sums, sum_of_small
+from gradiometer.ops.eager_plan import FEW, LANES, SMALL
+from gradiometer.ops.row_sums import add_lanes, lanes_of, row_sums, sum_of_small
 from gradiometer.ops.streaming import BLOCK, by_tensor, convertible, cut, fsum, merged, piece_length
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _measure_float(
     """Write sum and sum of squares, min x**2 and max x**2 of a piece; return how many elements are 0."""
     wide = _widened(piece, scratch)
     torch.sum(wide, (), out=total)
-    torch.mul(wide, wide, out=wide)
+    wide.square_()
     torch.sum(wide, (), out=sumsq)
     # squares of narrower formats do not underflow in float64
     torch.amin(wide, (), out=least)
@@ -128,7 +129,7 @@ def _measure_double(
     torch.amin(wide.abs_(), (), out=least)
     torch.amax(wide, (), out=greatest)
     n_zero = 0.0 if least.item() > 0 else _count_zeros(wide.clone())
-    torch.sum(torch.mul(wide, wide, out=wide), (), out=sumsq)
+    torch.sum(wide.square_(), (), out=sumsq)
     return n_zero
 
 
@@ -168,7 +169,7 @@ def _sumsq_of_block(block: Tensor, scratch: Scratch) -> float:
 
 def sum_of_squares(wide: Tensor) -> float:
     """Return the sum of squares of fp64 numbers, which it overwrites."""
-    return torch.mul(wide, wide, out=wide).sum().item()
+    return wide.square_().sum().item()
 
 
 # small tensors
@@ -201,15 +202,21 @@ def measure_group(
     for start in range(0, count, step):
         batch = slice(start, start + step)
         indices, sizes = group.indices[batch], group.sizes[batch]
-        flats = [
-            tensors[i] if is_flat else tensors[i].reshape(-1)
-            for i, is_flat in zip(indices, group.flat[batch], strict=True)
-        ]
-        parts = list(chain.from_iterable(zip(flats, group.padding[batch], strict=True)))
+        members = [tensors[i] for i in indices]
+        parts = members
+        if group.padding:
+            parts = list(chain.from_iterable(zip(members, group.padding[batch], strict=True)))
         filled = len(sizes) * width
-        x = torch.cat(parts, out=None if stack is None else stack[:filled])
+        if stack is None and len(parts) > 1:
+            # a copy, which can be overwritten
+            x = _flatten_dense_tensors(parts)
+        else:
+            flats = [part if part.dim() == 1 else part.reshape(-1) for part in parts]
+            x = torch.cat(flats, out=None if stack is None else stack[:filled])
         if fingerprints is not None:
-            found = bits.of_rows(x.view(torch.int64).view(len(sizes), -1), [flat.nbytes for flat in flats])
+            found = bits.of_rows(
+                x.view(torch.int64).view(len(sizes), -1), [member.nbytes for member in members]
+            )
             fingerprints.update(zip(indices, found, strict=True))
         columns = _measure_rows(x.view(-1, width), None if wide is None else wide[:filled].view(-1, width))
         sumsq, total, n_nonzero, top = columns
@@ -218,7 +225,7 @@ def measure_group(
         for index, row in zip(indices, measured, strict=True):
             rows[index] = row
         if not all(map(math.inf.__gt__, top)):
-            for index, x in zip(indices, flats, strict=True):
+            for index, x in zip(indices, members, strict=True):
                 if not rows[index][-1] < math.inf:
                     rows[index] = measure_nonfinite(x, Scratch(x.numel(), 1, x.device))
 
@@ -237,7 +244,7 @@ def _measure_rows(x: Tensor, wide: Tensor | None = None) -> list[list[float]]:
     lanes = wide.new_empty((2, len(x), min(LANES, x.shape[1])))
     of_squares, of_values = lanes.unbind()
     lanes_of(wide, of_values)
-    lanes_of(torch.mul(wide, wide, out=wide), of_squares)
+    lanes_of(wide.square_(), of_squares)
     top = x.abs_().amax(dim=1)
     n_nonzero = x.sgn_().sum(dim=1)
     return [*add_lanes(lanes).tolist(), n_nonzero.tolist(), top.tolist()]
@@ -256,15 +263,12 @@ def measure_batches(
     device = tensors[0].device
     numels = [sum([tensors[index].numel() for index in batch]) for batch in batches]
     buffer = torch.empty(max(numels), dtype=torch.float64, device=device)
-    # sum, sum of squares, max x**2; the number of non-zeros if there are zeros
-    results = torch.empty((4, max(map(len, batches))), dtype=torch.float64, device=device)
     for indices, numel in zip(batches, numels, strict=True):
         batch = [tensors[index] for index in indices]
-        zeros = _measure_batch(batch, buffer[:numel], results[:, : len(batch)])
-        measured = zip(indices, batch, zeros, *results.tolist(), strict=False)
-        for index, x, n_zero, total, sumsq, top, _ in measured:
+        columns = _measure_batch(batch, buffer[:numel])
+        for index, x, total, sumsq, top, n_zero in zip(indices, batch, *columns, strict=True):
             if top < math.inf:
-                rows[index] = (x.numel(), sumsq, total, n_zero, 0.0, 0.0, 0.0, math.sqrt(top))
+                rows[index] = (x.numel(), sumsq, total, n_zero, 0.0, 0.0, 0.0, top)
             else:
                 rows[index] = measure_nonfinite(x, Scratch(x.numel(), 1, device))
         if fingerprints is not None:
@@ -274,31 +278,24 @@ def measure_batches(
                 fingerprints.update(zip([index for index, _ in own], found, strict=True))
 
 
-def _measure_batch(batch: list[Tensor], wide: Tensor, results: Tensor) -> list[float]:
-    """Write sum, sum of squares and max x**2 of each tensor; return how many elements are 0."""
+def _measure_batch(batch: list[Tensor], wide: Tensor) -> list[list[float]]:
+    """Return sum, sum of squares, max |x| and the number of zeros of each tensor."""
     sizes = [x.numel() for x in batch]
-    xs = wide.split(sizes)
-    for source, x in zip(batch, xs, strict=True):
-        (x if source.dim() == 1 else x.view(source.shape)).copy_(convertible(source))
-    dim: tuple[int, ...]
-    outs: list[Sequence[Tensor]]
-    if sizes.count(sizes[0]) == len(sizes):
-        # one operator for all rows takes less time, and adds up each row in the same order
-        parts, dim, outs = [wide.view(len(sizes), -1)], (1,), [[result] for result in results]
-    else:
-        parts, dim, outs = xs, (), [result.unbind() for result in results]
+    flats = [x if x.dim() == 1 else x.reshape(-1) for x in map(convertible, batch)]
+    # a copy, which can be overwritten. Operators on 2 bytes take more time than those on 4
+    narrow = torch.cat(flats).float()
+    wide.copy_(narrow)
+    is_even = sizes.count(sizes[0]) == len(sizes)
 
-    def reduce_into(function: Callable[..., Tensor], row: int) -> None:
-        for part, out in zip(parts, outs[row], strict=True):
-            function(part, dim, out=out)
+    def reduced(function: Callable[..., Tensor], x: Tensor) -> list[float]:
+        if is_even:
+            # one operator for all rows takes less time, and adds up each row in the same order
+            return function(x.view(len(sizes), -1), 1).tolist()
+        return torch.stack([function(part) for part in x.split(sizes)]).tolist()
 
-    reduce_into(torch.sum, 0)
+    columns = [reduced(torch.sum, wide), reduced(torch.sum, wide.square_())]
+    columns.append(reduced(torch.amax, narrow.abs_()))
+    if narrow.amin().item() > 0:
+        return [*columns, [0.0] * len(sizes)]
     # squares of these formats do not underflow in float64
-    torch.mul(wide, wide, out=wide)
-    reduce_into(torch.sum, 1)
-    reduce_into(torch.amax, 2)
-    if wide.amin().item() > 0:
-        return [0.0] * len(sizes)
-    wide.sgn_()
-    reduce_into(torch.sum, 3)
-    return list(map(sub, sizes, results[3].tolist()))
+    return [*columns, list(map(sub, sizes, reduced(torch.sum, wide.sgn_())))]

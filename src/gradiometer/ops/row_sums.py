@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradiometer.ops.eager_plan import WIDTH_OF
+from gradiometer.ops.eager_plan import LANES, WIDTH_OF
 
-LANES: Final = 64
 # slabs in a chunk
 _SLABS: Final = 16
 
@@ -26,7 +25,7 @@ _SLABS: Final = 16
 def row_sums(x: Tensor) -> Tensor:
     """Return the sum of each row, ``(..., W) -> (...)``; trailing zeros change no bit of it.
 
-    ``x``: contiguous. W: above 64 a multiple of 64, above 1024 one of 1024.
+    ``x``: contiguous. W: see `exact_width`.
     """
     return add_lanes(lanes_of(x))
 

@@ -362,15 +362,15 @@ class Recorder(StepRing):
         decides: bool = False,
     ) -> None:
         """Write rows of a table into the current step's slot."""
-        for name in names:
-            if name not in self._index:
-                msg = f"Recorder: {name!r} is not among the parameters it was created with; pass stats of "
-                raise ValueError(msg + "those")
         home, size = self.ring.device, len(self.catalog.names)
         columns, flags = on_device(columns, home), on_device(flags, home)
         bits = None if fingerprints is None else on_device(fingerprints, home)
-        places = [self._index[name] for name in names]
-        if places != list(range(size)):
+        if names != self.catalog.names:
+            for name in names:
+                if name not in self._index:
+                    msg = f"Recorder: {name!r} is not among the parameters it was created with; pass stats "
+                    raise ValueError(msg + "of those")
+            places = [self._index[name] for name in names]
             columns, flags = rows.spread(columns, places, size), rows.spread(flags, places, size)
             bits = None if bits is None else rows.spread(bits, places, size)
         if decides and self._consensus is not None:

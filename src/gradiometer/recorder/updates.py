@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradiometer.inputs import is_dtensor, is_partial, placed_like, present
+from gradiometer.inputs import Named, is_dtensor, is_partial, placed_like, present
 from gradiometer.stats import Snapshot, keep_in_repeats, updates_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-    from typing import TypeGuard
 
     from torch import Tensor
 
@@ -62,15 +61,16 @@ class Updates:
         snapshot = self.snapshot
         if snapshot is not None:
             self._measure(snapshot)
-            snapshot.update_(self._parameters())
+            snapshot.keep_(self._weights(snapshot), "Updates")
 
     def _measure(self, snapshot: Snapshot) -> None:
-        parameters = snapshot.parameters_in(self._parameters(), "record_updates")
-        placed = [
-            None if p.grad is None else _placed(name, p.grad, p) for name, p in zip(*parameters, strict=True)
-        ]
-        grads = present(parameters.names, placed)
-        self._recorder.record_updates(updates_of(parameters, snapshot, grads, "record_updates"))
+        weights = self._weights(snapshot)
+        names, parameters = weights
+        grads = [p.grad for p in parameters]
+        if any([is_dtensor(kind) for kind in {type(x) for x in (*parameters, *grads)}]):
+            every = zip(names, grads, parameters, strict=True)
+            grads = [None if grad is None else _placed(name, grad, p) for name, grad, p in every]
+        self._recorder.record_updates(updates_of(weights, snapshot, present(names, grads), "record_updates"))
 
     def keep_for(self, step: int, every: int) -> None:
         """Copy the weights if the step is due."""
@@ -79,27 +79,26 @@ class Updates:
 
     def keep(self, step: int) -> None:
         """Copy the weights as they are before ``step``."""
-        self._keep({name: p for name, p in self._parameters().items() if p.requires_grad}, step)
+        self._keep(self._trained(()), step)
 
     def keep_new(self, step: int) -> None:
         """Copy the weights if more of them require a gradient now, or in other dtypes: after compiled code.
 
         Those that were kept before stay: each other copy compiles that code again.
         """
-        kept = set() if self.snapshot is None else set(self.snapshot.names)
-        trained = {name: p for name, p in self._parameters().items() if p.requires_grad or name in kept}
-        if not _fits(self.snapshot, trained):
+        trained = self._trained(() if self.snapshot is None else set(self.snapshot.names))
+        if self.snapshot is None or not self.snapshot.fits(*trained):
             self._keep(trained, step)
 
-    def _keep(self, trained: dict[str, Tensor], step: int) -> None:
+    def _keep(self, trained: Named, step: int) -> None:
         # if anything fails, such as a copy of weights with another shape, the next copy is a new one
         snapshot, self.snapshot = self.snapshot, None
         with self._recorder.in_order():
-            if _fits(snapshot, trained):
-                snapshot.update_(trained)
+            if snapshot is not None and snapshot.fits(*trained):
+                snapshot.keep_(trained, "Updates")
             else:
                 del snapshot
-                snapshot = Snapshot(trained)
+                snapshot = Snapshot(dict(zip(*trained, strict=True)))
         self.snapshot, self.step = snapshot, step
 
     def drop(self) -> None:
@@ -111,12 +110,15 @@ class Updates:
         every = zip(recorder.catalog.names, recorder.parameters_tracked, strict=True)
         return {name: p for name, p in every if names is None or name in names}
 
+    def _weights(self, snapshot: Snapshot) -> Named:
+        """Return the parameters in the snapshot."""
+        there = self._parameters()
+        return Named(snapshot.names, [there[name] for name in snapshot.names])
 
-def _fits(snapshot: Snapshot | None, trained: dict[str, Tensor]) -> TypeGuard[Snapshot]:
-    """Return whether a copy of these parameters can be updated: in a narrower dtype they would be rounded."""
-    if snapshot is None or snapshot.names != tuple(trained):
-        return False
-    return all([x.dtype == p.dtype for x, p in zip(snapshot.buffers(), trained.values(), strict=True)])
+    def _trained(self, kept: Collection[str]) -> Named:
+        """Return the parameters that require a gradient, or were kept."""
+        trained = {name: p for name, p in self._parameters().items() if p.requires_grad or name in kept}
+        return Named(tuple(trained), list(trained.values()))
 
 
 def _placed(name: str, grad: Tensor, parameter: Tensor) -> Tensor | None:

@@ -105,9 +105,13 @@ def collect_updates(model: Parameters, snapshot: Snapshot, *, reduce: bool | Ran
 
 def updates_of(parameters: Named, snapshot: Snapshot, grads: Named, what: str) -> PairStats:
     """Measure the updates of the parameters in a snapshot, with some of their gradients."""
-    there = dict(zip(*local_shards(grads, what), strict=True))
-    weights = local_shards(parameters, what)
-    sides = snapshot.pairs_of(weights, [there.get(name) for name in weights.names], what)
+    weights, (names, shards) = local_shards(parameters, what), local_shards(grads, what)
+    if names == weights.names:
+        own: list[Tensor | None] = list(shards)
+    else:
+        there = dict(zip(names, shards, strict=True))
+        own = [there.get(name) for name in weights.names]
+    sides = snapshot.pairs_of(weights, own, what)
     stats = _measure(*sides, what)
     if snapshot.scale is None:
         return stats

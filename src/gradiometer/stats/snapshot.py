@@ -14,6 +14,7 @@ from gradiometer.stats.float64_module import Float64Module
 from gradiometer.stats.measure import dense
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Self
 
     from gradiometer.inputs import Parameters
@@ -103,15 +104,25 @@ class Snapshot(Float64Module):
                 be rounded.
         """
         what = "Snapshot.update_"
-        named = local_shards(self.parameters_in(model, what), what)
+        return self.keep_(self.parameters_in(model, what), what)
+
+    @torch.no_grad()
+    def keep_(self, weights: Named, what: str) -> Self:
+        """Do what `update_` does, with the parameters of the snapshot's names, in order."""
+        named = local_shards(weights, what)
         parts, kept = self.local_parts(named, what), self._kept()
-        for name, x, part in zip(named.names, kept, parts, strict=True):
+        rounded = [x.dtype for x in kept] != [x.dtype for x in parts]
+        for name, x, part in zip(named.names, kept, parts, strict=True) if rounded else ():
             if x.dtype != part.dtype and not _holds(x.dtype, part.dtype):
                 here, there = [str(dtype).removeprefix("torch.") for dtype in (part.dtype, x.dtype)]
                 msg = f"{what}: {name!r} is {here}, but was {there} in the snapshot, which would round it; "
                 raise ValueError(msg + "take a new one: gm.Snapshot(model)")
         ops.keep_(kept, parts)
         return self
+
+    def fits(self, names: tuple[str, ...], weights: Sequence[Tensor]) -> bool:
+        """Return whether these weights can be copied: in a narrower dtype they would be rounded."""
+        return names == self.names and [x.dtype for x in self._kept()] == [x.dtype for x in weights]
 
     def parameters_in(self, model: Parameters, what: str) -> Named:
         """Return the parameters of the snapshot's names.
@@ -149,9 +160,10 @@ class Snapshot(Float64Module):
     def local_parts(self, weights: Named, what: str) -> list[Tensor]:
         """Return the parts of weights that correspond to those in the snapshot, as views."""
         kept = self._kept()
-        now = [(x.shape, x.device) for x in weights.tensors]
-        then = [(shape, x.device) for shape, x in zip(self._shapes, kept, strict=True)]
-        if now != then:
+        shapes, devices = [x.shape for x in weights.tensors], [x.device for x in weights.tensors]
+        if shapes != self._shapes or devices != [x.device for x in kept]:
+            now = zip(shapes, devices, strict=True)
+            then = [(shape, x.device) for shape, x in zip(self._shapes, kept, strict=True)]
             name, here, there = next(x for x in zip(weights.names, now, then, strict=True) if x[1] != x[2])
             text = [f"{tuple(shape)} on {device}" for shape, device in (here, there)]
             msg = f"{what}: {name!r} is {text[0]}, but was {text[1]} in the snapshot; take a new one: "
@@ -167,8 +179,8 @@ class Snapshot(Float64Module):
     def _kept(self) -> list[Tensor]:
         if torch.compiler.is_compiling():
             return [getattr(self, f"_{i}") for i in range(len(self.names))]
-        # attributes of a module are found slowly
-        return [self._buffers[f"_{i}"] for i in range(len(self.names))]  # type: ignore[misc]
+        # attributes of a module are found slowly; they were registered in this order
+        return list(self._buffers.values())[: len(self.names)]  # type: ignore[return-value]
 
     def _is_large(self, x: Tensor) -> bool:
         return self.step > 1 and x.numel() // CHUNK >= self.step
