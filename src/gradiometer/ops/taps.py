@@ -12,6 +12,7 @@ the forward pass, and activation checkpointing would compute that again.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -23,6 +24,8 @@ from gradiometer.ops.library import REVISION, by_device, define
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gradiometer.ops.stream_order import StreamOrder
 
 # channels for which a store has scratch; more take a tensor of their own at each call
 _MOST_CHANNELS: Final = 2**16
@@ -37,6 +40,7 @@ def tap(
     channel_dim: int,
     *,
     fused: bool | None = False,
+    orders: tuple[StreamOrder, StreamOrder] | None = None,
 ) -> None:
     """Measure a tensor, and its gradient when it is known, in a step that is due.
 
@@ -49,11 +53,12 @@ def tap(
         channel_dim: the dimension of the channels.
         fused: whether a compiled graph gets plain operators, where they can be fused, instead of the op
             alone; None for the one that costs less.
+        orders: those of the uses of both stores, in eager code. Each has scratch for one call at a time.
     """
     if torch.compiler.is_compiling():
         torch.ops.gradiometer.tap(x, values, grads, cursor, row, channel_dim, fused, REVISION)
     elif may_measure(cursor):
-        _tap(x, values, grads, cursor, row, channel_dim)
+        _tap(x, values, grads, cursor, row, channel_dim, orders=orders)
 
 
 def may_measure(cursor: Tensor) -> bool:
@@ -69,16 +74,18 @@ def _tap(
     row: int,
     channel_dim: int,
     fused: bool | None = False,  # noqa: FBT001, FBT002 in the order of the schema
+    orders: tuple[StreamOrder, StreamOrder] | None = None,
 ) -> None:
     def measure(x: Tensor, store: Tensor, *, is_forward: bool) -> None:
         x = x.detach()
         is_fused = tap_partials.is_better(x) if fused is None else fused
         pieces = tap_partials.fusible(x) if is_fused else None
-        if pieces is None:
-            torch.ops.gradiometer.tap_(x, store, cursor, row, channel_dim, is_forward)
-        else:
-            partials = tap_partials.partials_of(pieces)
-            torch.ops.gradiometer.tap_partials_(x, partials, store, cursor, row, channel_dim, is_forward)
+        with nullcontext() if orders is None else orders[0 if is_forward else 1].on(x.device):
+            if pieces is None:
+                torch.ops.gradiometer.tap_(x, store, cursor, row, channel_dim, is_forward)
+            else:
+                partials = tap_partials.partials_of(pieces)
+                torch.ops.gradiometer.tap_partials_(x, partials, store, cursor, row, channel_dim, is_forward)
 
     measure(x, values, is_forward=True)
     if x.requires_grad and torch.is_grad_enabled():
