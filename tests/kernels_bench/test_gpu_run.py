@@ -403,6 +403,7 @@ def test_scripts_take_the_arguments_that_they_get_on_a_gpu(tmp_path, capsys, mon
         "bench",
         "ncu",
         "gpt2",
+        "fused-taps",
         "peers",
         "sweep",
     ]
@@ -412,7 +413,7 @@ def test_scripts_take_the_arguments_that_they_get_on_a_gpu(tmp_path, capsys, mon
 def test_parts_that_ran_on_a_gpu_the_least_come_first_and_benchmarks_last(tmp_path):
     names = [part.name for part in run.parts(tmp_path, "cuda")]
     order = [*plan.NEW, "odd-sizes", *plan.CHECKERS, *plan.RECORDED, "replays", "monitor", *plan.KNOWN]
-    assert names == ["doctor", *order, "bench", "ncu", "host", "gpt2", "peers"]
+    assert names == ["doctor", *order, "bench", "ncu", "host", "gpt2", "fused-taps", "peers"]
     assert len(set(names)) == len(names)
 
 

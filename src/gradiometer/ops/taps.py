@@ -163,14 +163,15 @@ def _by_kernels(
     *_, partials, alive, counter = flat.split(
         [flat.numel() - size - _MOST_CHANNELS // 2 - 1, size, _MOST_CHANNELS // 2, 1]
     )
-    marks = alive.view(torch.int32)
+    partials, marks = partials.view(kernels.ACTIVATION_PARTIALS), alive.view(torch.int32)
     channels = x.shape[dim]
-    state, flag = counter.view(torch.int32), None
+    # the two halves of a number
+    (count, state), flag = counter.view(torch.int32).split(1), None
     if partials_of_x is not None:
-        # the other half of the counter
-        flag = state[1:]
+        flag = state
         most = tap_partials.most_of_a_channel(x, partials_of_x[0], dim)
-        kernels.merge_partials(partials_of_x, store, row, cursor, flag, x.numel(), channels, most)
+        scratch = partials, count, flag
+        kernels.merge_partials(partials_of_x, store, row, cursor, *scratch, x.numel(), channels, most)
     if channels > _MOST_CHANNELS:
         marks = torch.zeros(channels, dtype=torch.int32, device=x.device)
     kernels.activation(
@@ -178,9 +179,9 @@ def _by_kernels(
         store,
         row,
         cursor,
-        partials.view(kernels.ACTIVATION_PARTIALS),
+        partials,
         marks,
-        state[:1],
+        count,
         dim,
         flag,
     )
