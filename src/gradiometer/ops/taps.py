@@ -77,15 +77,18 @@ def _tap(
     orders: tuple[StreamOrder, StreamOrder] | None = None,
 ) -> None:
     def measure(x: Tensor, store: Tensor, *, is_forward: bool) -> None:
-        x = x.detach()
+        x, dim = x.detach(), channel_dim
+        if x.is_complex():
+            # Inductor's pass for ops that change an argument does not support complex ones
+            x, dim = as_real(x if x.dim() else x.unsqueeze(0)), dim - (dim < 0)
         is_fused = tap_partials.is_better(x) if fused is None else fused
         pieces = tap_partials.fusible(x) if is_fused else None
         with nullcontext() if orders is None else orders[0 if is_forward else 1].on(x.device):
             if pieces is None:
-                torch.ops.gradiometer.tap_(x, store, cursor, row, channel_dim, is_forward)
+                torch.ops.gradiometer.tap_(x, store, cursor, row, dim, is_forward)
             else:
                 partials = tap_partials.partials_of(pieces)
-                torch.ops.gradiometer.tap_partials_(x, partials, store, cursor, row, channel_dim, is_forward)
+                torch.ops.gradiometer.tap_partials_(x, partials, store, cursor, row, dim, is_forward)
 
     measure(x, values, is_forward=True)
     if x.requires_grad and torch.is_grad_enabled():
@@ -152,8 +155,6 @@ def _by_kernels(
     x = x if x.dim() else x.unsqueeze(0)
     dim = channel_dim % x.dim()
     x = as_real(x)
-    if x.itemsize == 1:
-        x = x.float()
     # the order of dimensions in memory, so that most tensors are not copied
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
     x = x.permute(order)
@@ -175,7 +176,7 @@ def _by_kernels(
     if channels > _MOST_CHANNELS:
         marks = torch.zeros(channels, dtype=torch.int32, device=x.device)
     kernels.activation(
-        x.contiguous(),
+        kernels.contiguous(x, cursor, flag),
         store,
         row,
         cursor,
@@ -189,7 +190,9 @@ def _by_kernels(
 
 _measure = by_device(_by_reference, _by_kernels)
 _ARGUMENTS: Final = "Tensor(a!) store, Tensor cursor, int row, int channel_dim, bool is_forward"
-define(f"tap_(Tensor x, {_ARGUMENTS}) -> ()", lambda x, *args: _tap_partials(x, None, *args))
+define(
+    f"tap_(Tensor x, {_ARGUMENTS}) -> ()", lambda x, *args: _tap_partials(x, None, *args), any_strides=True
+)
 define(f"tap_partials_(Tensor x, Tensor[] partials, {_ARGUMENTS}) -> ()", _tap_partials)
 define(
     "tap(Tensor x, Tensor(a!) values, Tensor(b!) grads, Tensor cursor, int row, int channel_dim, "
