@@ -98,8 +98,7 @@ class Taps(Float64Module):
     `configure_` recompiles nothing, and a step that is not measured costs one launch per tap that returns at
     once.
 
-    On several streams, a measured value waits for the one before, and so does a gradient. Make streams wait
-    for compiled functions and replayed graphs yourself.
+    On several streams, values wait for each other, and so do gradients; not for graphs, compiled or replayed.
 
     Args:
         model: a module.
@@ -222,7 +221,8 @@ class Taps(Float64Module):
 
     def advance(self) -> None:
         """End the step: clear what was measured, and count the step. Inside or outside of a compiled step."""
-        with torch.no_grad(), self.in_order():
+        # without no_grad, in which torch cannot load an exported block that returns nothing
+        with self.in_order():
             self.values.zero_()
             self.grads.zero_()
             self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
