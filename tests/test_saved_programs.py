@@ -34,13 +34,18 @@ class Step(nn.Module):
         self.layer = nn.Linear(4, 70)
         self.taps = gm.Taps(self, {"layer": nn.Linear}, every=2)
         self.ema = gm.EMA(decay=0.5)
+        self.recorder = gm.Recorder(self.layer, capacity=2)
 
     def forward(self, x: Tensor) -> Any:
         y = self.layer(x)
         stats = gm.collect({"x": x, "y": y}, fingerprint=True)
         updates, taps = gm.compare({"x": 2 * x}, {"x": x}), self.taps.stats()
         self.taps.advance()
-        return y, stats, updates, taps, gm.collect_weights(self.layer), self.ema(stats.total_norm)
+        # in place of gradients
+        self.recorder.record(gm.collect({name: 2 * p for name, p in self.layer.named_parameters()}))
+        self.recorder.advance()
+        ring = self.recorder.ring.clone()
+        return y, stats, updates, taps, gm.collect_weights(self.layer), self.ema(stats.total_norm), ring
 
 
 # `gradiometer` registers the ops and the types of results
@@ -55,9 +60,9 @@ else:
     program = torch._inductor.aoti_load_package(folder + "/compiled.pt2")
 results = []
 for x in torch.load(folder + "/inputs.pt"):
-    y, stats, updates, taps, weights, ema = program(x)
+    y, stats, updates, taps, weights, ema, ring = program(x)
     of_stats = [stats.columns, stats.flags, stats.fingerprints]
-    others = [updates.columns, taps.columns, weights.columns, ema.drift]
+    others = [updates.columns, taps.columns, weights.columns, ema.drift, ring]
     results.append([x.detach().clone() for x in (y, *of_stats, *others)])
 torch.save(results, folder + "/results.pt")
 """
@@ -82,9 +87,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor],
 
 
 def check(folder: Path, xs: list[Tensor]) -> None:
-    eager = Step()
+    # the second for the updates of its average alone
+    eager, twin = Step(), Step()
     for i, (x, found) in enumerate(zip(xs, torch.load(folder / "results.pt"), strict=True)):
-        y, columns, flags, fingerprints, updates, taps, weights, drift = found
+        y, columns, flags, fingerprints, updates, taps, weights, drift, ring = found
         torch.testing.assert_close(y, eager.layer(x))
         # of the values that this program has computed
         expected = gm.collect({"x": x, "y": y}, fingerprint=True)
@@ -93,7 +99,8 @@ def check(folder: Path, xs: list[Tensor]) -> None:
         assert torch.equal(fingerprints, expected.fingerprints)
         assert torch.equal(updates, gm.compare({"x": 2 * x}, {"x": x}).columns)
         assert torch.equal(weights, gm.collect_weights(eager.layer).columns)
-        torch.testing.assert_close(drift, eager.ema(expected.total_norm).drift)
+        torch.testing.assert_close(drift, twin.ema(expected.total_norm).drift)
+        assert torch.equal(ring, eager(x)[-1])
         if i % 2:
             assert not taps.any()
         else:
