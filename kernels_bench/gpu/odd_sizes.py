@@ -168,7 +168,7 @@ def pairs(device, *, small):
     return 3 * len(placements) * len(sides[0]), wrong
 
 
-# activation, merge_partials
+# activation, merge_partials, contiguous
 
 
 def due_store(device):
@@ -199,13 +199,16 @@ def activations(device, *, small):
                 if start and x.numel():
                     x = x.clone()
                     x.view(-1)[-1] = (math.nan, -math.inf)[start // 2]
-                count += 1
-                values[0].zero_()
                 there = placed(x, device, start)
-                torch.ops.gradiometer.tap(there, values, grads, cursor, 0, dim, fused=False)
-                expected = activation_reference.activation_stats(x, dim) if x.numel() else [0.0] * 12
-                if not is_row(values[0], expected):
-                    wrong.append(f"{dtype} {shape} from {start}")
+                # the second is copied first
+                for view, what in ((slice(None), ""), (slice(None, None, 2), ", every second column")):
+                    count += 1
+                    values[0].zero_()
+                    here = x[..., view]
+                    torch.ops.gradiometer.tap(there[..., view], values, grads, cursor, 0, dim, fused=False)
+                    expected = activation_reference.activation_stats(here, dim) if x.numel() else [0.0] * 12
+                    if not is_row(values[0], expected):
+                        wrong.append(f"{dtype} {shape} from {start}{what}")
     return count, wrong
 
 

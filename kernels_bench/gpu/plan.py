@@ -22,6 +22,8 @@ KIND_CASES = "gpt2,gpt2-bf16,gpt2-fp16,llama-1b,activation-fp32,activation-bf16,
 # they compile a long list, so they come last
 PEERS = "ours-eager,ours-graph,loop,loop-graph,inductor,inductor-graph,inductor-combo,inductor-combo-graph"
 SMALL = "--layers 1 --width 32 --heads 2 --vocabulary 64 --context 16 --batch 2 --seconds 0.2"
+# blocks of GPT-2 124M; decides whether taps are fused by default
+FUSED = "--mode reduce-overhead --layers 4 --width 768 --context 1024 --batch 8 --rounds 30"
 METRICS = "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed"
 METRICS += ",sm__inst_executed.avg.pct_of_peak_sustained_elapsed,launch__registers_per_thread"
 
@@ -121,11 +123,13 @@ def parts(out: Path, device: str, *, sweep: bool = False) -> list[Part]:
         listed.append(Part("ncu", [ncu, *options, *one], 90, least=45))
     host = script(".host_path", "--json", out / "host.json", *(["--rounds", 2] if small else []))
     gpt2 = [*SMALL.split(), "--modes", "eager"] if small else ["--modes", "compiled,reduce-overhead"]
+    fused = ["--layers", 1, "--width", 64, "--context", 16, "--rounds", 1] if small else FUSED.split()
     peers = ["--cases", "2000x1k" if small else "gpt2", "--seconds", 0.1 if small else 1, "--no-memory"]
     peers += ["--providers", "ours-eager,loop" if small else PEERS, "--out", out / "peers"]
     listed += [
         Part("host", host, 40),
         Part("gpt2", script(".gpu.gpt2", *gpt2, "--limit", 180, "--out", out), 240, least=120),
+        Part("fused-taps", script(".monitoring.fused_taps", *fused), 300, least=150),
         Part("peers", script("", *peers), 240, least=90),
     ]
     if sweep:

@@ -7,7 +7,8 @@ Forward and backward of a transformer's MLP (layer norm, linear, GELU, linear, r
 graph, Inductor compiles that for an H100, and its scheduler tells what each kernel reads and writes. The op
 is one launch, which reads the activation. The op of a fused tap is two: one reads the partial sums that
 Inductor's own kernels have written, and the other returns at once, in the case that is counted: the values
-are finite, and no channel is zero.
+are finite, and no channel is zero. For the first of them, it also prints how many programs read the partial
+sums, and how many reads follow one another in each.
 """
 
 from __future__ import annotations
@@ -196,6 +197,22 @@ def count(tokens, width, dtype, pattern=None, *, fused=False):
     return result
 
 
+def merge_of(tokens, width):
+    """Return the partial sums of an activation, the programs that merge them, and the reads in turn."""
+    from gradiometer import kernels
+    from gradiometer.kernels import tuning
+    from kernels_bench.machine_code.compile import recorded_launches
+
+    with mock.patch.object(tap_partials, "_is_on_cpu", return_value=False):
+        partials = tap_partials.fusible(torch.empty(tokens, width, device="meta"))[..., 0]
+    one = torch.empty(1, device="meta")
+    with recorded_launches() as launches:
+        kernels.merge_partials([partials] * 5, one, 0, one, one, one, one, tokens * width, width, 1)
+    (launch,) = launches
+    work = dict(zip(launch.kernel.arg_names, launch.args, strict=False))["work"]
+    return partials.numel(), launch.grid[0], work + -(-launch.grid[0] // tuning.MERGED_PROGRAMS)
+
+
 def main():
     parser = scripts.parser("kernels_bench.monitoring.tap_kernels", __doc__)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -219,6 +236,9 @@ def main():
             *more,
         ]
         print("|", " | ".join(map(str, row)), "|", flush=True)
+    print("\n| activation | partial sums | programs that merge them | reads in turn |\n|---|---|---|---|")
+    for size in ((options.tokens, options.width), (options.tokens, 4 * options.width), (2**15, 768)):
+        print("|", " | ".join([f"{size[0]} x {size[1]}", *map(str, merge_of(*size))]), "|")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import gradiometer as gm
 from gradiometer.recorder.recorder import Recorder
 from support.compiling import Kept, needs_compiler
-from support.pages import blocks
+from support.pages import sections
 from support.rank_models import KINDS, alone, backward, batch, held, loss_of, mesh_of, over_tensors, whole
 from support.rank_pool import pool_of
 
@@ -501,7 +501,7 @@ def page(rank, size, kind, code):
     ],
 )
 def test_the_page_runs(two_ranks, kind, block):
-    code = blocks("docs/how-to/compile.md")[block]
+    code = sections("docs/how-to/compile.md")["Several ranks"][block]
     model = alone(DOUBLE)
     expected = [gm.grad_norm(model)]
     if kind == "TP":

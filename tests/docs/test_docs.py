@@ -90,9 +90,9 @@ def test_of_two_norms_the_page_says_which_is_right(capsys):
         assert theirs >= ours, name
 
 
-def test_every_way_to_compile_a_step_runs():
-    # the last two are for several ranks: see test_ranks_compile.py
-    *blocks_of_page, _, _ = blocks("docs/how-to/compile.md")
+def test_every_way_to_compile_a_step_runs(tmp_path, monkeypatch):
+    # two are for several ranks: see test_ranks_compile.py
+    *blocks_of_page, _, _, saved, loaded = blocks("docs/how-to/compile.md")
     assert len(blocks_of_page) == 5
     model = torch.nn.Linear(4, 2)
     x, y = torch.randn(8, 4), torch.randn(8, 2)
@@ -120,6 +120,12 @@ def test_every_way_to_compile_a_step_runs():
 
     exec(blocks_of_page[4], scope)  # noqa: S102
     assert torch.equal(scope["update"]().columns, stats.columns)
+
+    # in a new process: see test_saved_programs.py
+    monkeypatch.chdir(tmp_path)
+    found = execute(saved, loaded)
+    assert found["stats"].names == ("x", "y")
+    assert found["taps"].n_calls.tolist() == [1, 0]
 
 
 def check_the_whole_step(code, scope):

@@ -18,7 +18,18 @@ from gradiometer import ops
 from gradiometer.columns import CURSOR_SIZE, Cursor
 from gradiometer.ops import tap_partials
 from support.activations import Calls, agree, columns_of, merged
-from support.gpu import DEVICE, DTYPES, FEW, compiled, fewer, no_waits, no_waits_on_a_gpu, record, values
+from support.gpu import (
+    DEVICE,
+    DTYPES,
+    FEW,
+    compiled,
+    fewer,
+    no_waits,
+    no_waits_on_a_gpu,
+    on_a_gpu,
+    record,
+    values,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -342,10 +353,12 @@ def test_a_captured_step_measures_each_replay(use_reentrant):
     taps.remove()
 
 
-def test_the_cadence_is_read_at_each_replay():
+# the second is copied first, in the steps that are measured
+@pytest.mark.parametrize("stride", [1, 2])
+def test_the_cadence_is_read_at_each_replay(stride):
     model = Calls("x")
     taps = gm.Taps(model, names=["x"], every=3).to(DEVICE)
-    x = values(5000).view(50, 100)
+    x = values(5000 * stride).view(50, -1)[:, ::stride]
     graph, _ = record(lambda: model(x))
     taps.configure_(step=0).advance()
     calls = []
@@ -358,6 +371,8 @@ def test_the_cadence_is_read_at_each_replay():
             graph.replay()
             stats = taps.stats()
         calls.append(int(stats.n_calls[0]))
+        if calls[-1]:
+            agree(stats.columns[0].cpu(), columns_of(x.cpu()))
         taps.advance()
     assert [step for step, count in enumerate(calls, start=1) if count] == [3, 6, 10, 12]
     assert set(calls) == {0, 1}
@@ -376,6 +391,30 @@ def test_a_captured_call_resets_its_marks(channels):
         x[2, :alive] = 3.0
         graph.replay()
         agree(taps.stats().columns[0].cpu(), columns_of(x.cpu()))
+    taps.remove()
+
+
+# streams
+
+
+@on_a_gpu
+def test_taps_on_several_streams_wait_for_each_other():
+    model = Calls("x", "y")
+    taps = gm.Taps(model, names=model.names).to(DEVICE)
+    # of several programs each, and of different sizes, so that they would disturb each other
+    xs = [values(2**20 * (i + 1)).view(-1, 512)[:, : 300 + i] for i in range(3)]
+    streams = [torch.cuda.Stream() for _ in xs]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream, x in zip(streams, xs, strict=True):
+            with torch.cuda.stream(stream):
+                model(x)
+    with torch.cuda.stream(streams[0]):
+        stats = taps.stats()
+    torch.cuda.synchronize()
+    expected = merged([columns_of(x.cpu()) for x in xs] * 50)
+    for row in stats.columns[:2].cpu():
+        agree(row, expected)
     taps.remove()
 
 

@@ -72,6 +72,15 @@ class Target:
         assert self.alive.count_nonzero() == 0
         assert self.counter.item() == 0
 
+    def merge(self, x: Tensor, flag: Tensor, change: Any = None) -> None:
+        """Merge the partial sums of the rows of x, whose channels are its columns."""
+        scratch = self.partials, self.counter, flag
+        size = x.numel(), x.shape[1], 1
+        with kernels_of("sm_90", change) as launches:
+            kernels.merge_partials(partials_of(x), self.store, ROW, self.cursor, *scratch, *size)
+        self.longest = launches[-1].longest if launches else None
+        assert self.counter.item() == 0
+
     @property
     def columns(self) -> dict[str, float]:
         assert self.store[[0, 2]].count_nonzero() == 0
@@ -268,7 +277,8 @@ def test_the_result_does_not_depend_on_the_call():
 
 
 @each_dtype
-@pytest.mark.parametrize("rows", [1, 3, 2050])
+# partials of one program, of three, and of three with three blocks each, of which the last is short
+@pytest.mark.parametrize("rows", [1, 3, 2050, 8 * 1024 + 7])
 @pytest.mark.parametrize(
     ("value", "places", "is_read"),
     [
@@ -288,8 +298,7 @@ def test_partial_sums_are_merged_or_the_tensor_is_read(dtype, rows, value, place
         is_read |= value == 0
     target, flag = Target(), torch.full((1,), 7, dtype=torch.int32)
     for _ in range(2):
-        with kernels_of("sm_90"):
-            kernels.merge_partials(partials_of(x), target.store, ROW, target.cursor, flag, x.numel(), 16, 1)
+        target.merge(x, flag)
         assert flag.item() == is_read
         target.measure(x, flag=flag)
     calls = expected(x)
@@ -301,11 +310,26 @@ def test_partial_sums_are_merged_or_the_tensor_is_read(dtype, rows, value, place
 def test_partial_sums_of_a_step_that_is_not_due_are_left_alone():
     x = torch.full((5, 16), math.nan)
     target, flag = Target(7, 3), torch.full((1,), 7, dtype=torch.int32)
-    with kernels_of("sm_90"):
-        kernels.merge_partials(partials_of(x), target.store, ROW, target.cursor, flag, 80, 16, 1)
+    target.merge(x, flag)
     target.measure(x, flag=flag)
     assert not target.store.any()
+    assert target.partials.isnan().all()
     assert flag.item() == 7
+
+
+def test_merged_partial_sums_have_the_same_bits_every_time():
+    x = torch.randn(8 * 1024 + 7, 16, generator=torch.Generator().manual_seed(0))
+    targets = [Target(), Target()]
+    for target in targets:
+        # the second uses the scratch of the first
+        target.partials = targets[0].partials
+        target.merge(x, torch.zeros(1, dtype=torch.int32))
+    assert same_bits(targets[0].store, targets[1].store)
+    found, exact = targets[0].columns, expected(x)
+    for name, power in (("sum", 1), ("sumsq", 2), ("sum4", 4)):
+        error = (x.numel() + 4) * 2.0**-53 * (x.double().abs() ** power).sum().item()
+        assert abs(found.pop(name) - exact.pop(name)) <= error
+    assert found == exact
 
 
 compiled = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels have no instructions")
@@ -328,21 +352,51 @@ def test_each_element_is_read_once_unless_one_is_not_finite(dtype):
 
 
 @compiled
+def test_partial_sums_of_a_large_activation_are_merged_side_by_side(monkeypatch):
+    # those of 25 M elements in rows of 768
+    x, longest = torch.ones(2**15, 2), []
+    monkeypatch.setattr(tuning, "MERGED_PROGRAMS", 2**8)
+    for programs in (1, 2**9):
+        monkeypatch.setattr(tuning, "MAX_PROGRAMS", programs)
+        target = Target()
+        target.merge(x, torch.zeros(1, dtype=torch.int32))
+        assert target.columns == expected(x)
+        longest.append(target.longest)
+    # instructions of the block with most of them
+    assert longest[1] < longest[0] / 4
+
+
+def merge_of_three_programs(target: Target, change: Any) -> None:
+    target.merge(torch.ones(3000, 4), torch.zeros(1, dtype=torch.int32), change)
+
+
+def measure_with_four_programs(target: Target, change: Any) -> None:
+    target.measure(shaped((95, 64)), change=change)
+
+
+# the addition that counts programs does not order what they write, or only what one thread writes
+RELAXED = r"\.acq_rel\.", ".relaxed.", "several blocks use global memory"
+WITHOUT_BARRIER = r"bar\.sync\s+0;(?=(?:(?!bar\.sync)[^$])*acq_rel)", "", "without a barrier"
+# channels are marked by stores
+STORED = (
+    r"atom\.global\.gpu\.relaxed\.or\.b32 %r\d+, (\[[^]]*\]), (%r\d+)",
+    r"st.global.b32 \1, { \2 }",
+    "several",
+)
+
+
+@compiled
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("run", "old", "new", "said"),
     [
-        # the addition that counts programs does not order what they write, or only what one thread writes
-        (r"\.acq_rel\.", ".relaxed.", "several blocks use global memory"),
-        (r"bar\.sync\s+0;(?=(?:(?!bar\.sync)[^$])*acq_rel)", "", "without a barrier"),
-        # channels are marked by stores
-        (
-            r"atom\.global\.gpu\.relaxed\.or\.b32 %r\d+, (\[[^]]*\]), (%r\d+)",
-            r"st.global.b32 \1, { \2 }",
-            "several",
-        ),
+        (measure_with_four_programs, *RELAXED),
+        (measure_with_four_programs, *WITHOUT_BARRIER),
+        (measure_with_four_programs, *STORED),
+        (merge_of_three_programs, *RELAXED),
+        (merge_of_three_programs, *WITHOUT_BARRIER),
     ],
 )
-def test_a_kernel_that_does_not_order_its_blocks_is_refused(old, new, said):
+def test_a_kernel_that_does_not_order_its_blocks_is_refused(run, old, new, said):
     from support.ptx import Invalid
 
     def change(_: str, ptx: str) -> str:
@@ -351,7 +405,7 @@ def test_a_kernel_that_does_not_order_its_blocks_is_refused(old, new, said):
         return changed
 
     with pytest.raises(Invalid, match=said):
-        Target().measure(shaped((95, 64)), change=change)
+        run(Target(), change)
 
 
 @compiled

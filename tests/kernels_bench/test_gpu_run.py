@@ -404,6 +404,7 @@ def test_scripts_take_the_arguments_that_they_get_on_a_gpu(tmp_path, capsys, mon
         "kinds",
         "ncu",
         "gpt2",
+        "fused-taps",
         "peers",
         "sweep",
     ]
@@ -413,7 +414,8 @@ def test_scripts_take_the_arguments_that_they_get_on_a_gpu(tmp_path, capsys, mon
 def test_parts_that_ran_on_a_gpu_the_least_come_first_and_benchmarks_last(tmp_path):
     names = [part.name for part in run.parts(tmp_path, "cuda")]
     order = [*plan.NEW, "odd-sizes", *plan.CHECKERS, *plan.RECORDED, "replays", "monitor", *plan.KNOWN]
-    assert names == ["doctor", *order, "bench", "kinds", "ncu", "host", "gpt2", "peers"]
+    benchmarks = ["bench", "kinds", "ncu", "host", "gpt2", "fused-taps", "peers"]
+    assert names == ["doctor", *order, *benchmarks]
     assert len(set(names)) == len(names)
 
 

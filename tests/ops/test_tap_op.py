@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import gradiometer as gm
 from gradiometer import ops
 from gradiometer.columns import CURSOR_SIZE, Cursor
 from gradiometer.ops import activation_reference, tap_partials
+from gradiometer.ops import taps as tap_ops
 from support.activations import Calls, agree, columns_of, merged
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
@@ -42,6 +44,11 @@ def _short_pieces(monkeypatch):
     monkeypatch.setattr(tap_partials, "_MOST", 4)
 
 
+def by_operators(*args, orders, **options):
+    del orders
+    torch.ops.gradiometer.tap(*args, **options)
+
+
 @pytest.mark.usefixtures("_short_pieces")
 @pytest.mark.parametrize("fused", [False, True])
 @settings(
@@ -56,7 +63,7 @@ def test_columns_are_those_of_the_definitions(fused, drawn, calls):
     model = Calls("x")
     taps = gm.Taps(model, names=["x"], fused=fused)
     # the operators of a graph, in eager code
-    run = torch.ops.gradiometer.tap if fused else ops.tap
+    run = by_operators if fused else ops.tap
     for _ in range(calls):
         with mock.patch.object(ops, "tap", run):
             model(x, channel_dim=channel_dim)
@@ -118,6 +125,58 @@ def test_a_step_that_is_not_due_changes_nothing(step, every, is_due, stores):
     assert values[0].any() == is_due
     assert grads[0].any() == is_due
     assert not values[1:3].any()
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that operators copy."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        del types
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in {torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy}:
+            self.elements += out.numel()
+        return out
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(40, 30),
+        torch.ones(40, 30).t(),
+        torch.ones(40, 30)[:, ::2],
+        torch.ones(40, 3 * 32).chunk(3, dim=1)[1],
+        torch.ones(1, 30).expand(40, 30),
+        torch.ones(40, 60, dtype=torch.bfloat16)[:, 1:31],
+        torch.ones(40, 60, dtype=torch.float64)[:, ::2],
+        torch.ones(40, 30, dtype=torch.complex64)[:, ::2],
+        torch.ones(40, 60).to(torch.float8_e5m2)[:, ::2],
+    ],
+    ids=["contiguous", "transposed", "sliced", "chunk", "expanded", "bf16", "fp64", "complex", "fp8"],
+)
+def test_a_step_that_is_not_due_copies_nothing(x, stores, monkeypatch):
+    if ops.INTERPRETED:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        run = InterpretedFunction.run
+
+        def unseen(*args, **options):
+            # the interpreter copies its arguments
+            with _disable_current_modes():
+                return run(*args, **options)
+
+        monkeypatch.setattr(InterpretedFunction, "run", unseen)
+    values, _, cursor = stores
+    for every, step, is_due in ((2, 1, False), (0, 0, False), (2, 2, True)):
+        cursor[Cursor.EVERY], cursor[Cursor.STEP] = every, step
+        with Copies() as copies:
+            # what the op calls
+            tap_ops._measure(x, None, values, cursor, 1, -1)
+        assert values[1].any() == is_due
+        # for the kernels, each byte of fp8 is converted once
+        assert is_due or copies.elements <= (256 if x.itemsize == 1 and ops.INTERPRETED else 0)
+    agree(values[1], columns_of(x.float() if x.itemsize == 1 else x))
 
 
 @pytest.mark.parametrize("is_forward", [True, False])

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
@@ -256,6 +258,88 @@ def test_only_due_steps_are_measured_and_the_cadence_recompiles_nothing(is_compi
             taps.advance()
     assert [i for i, calls in enumerate(seen, start=1) if calls != [0, 0]] == [3, 6, 10, 11]
     assert all(calls in ([0, 0], [1, 1]) for calls in seen)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        del types
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_an_eager_step_that_is_not_due_calls_no_operator(dtype):
+    model = Calls("x")
+    taps = gm.Taps(model, names=["x"], every=2)
+    weight = torch.randn(30, 40, dtype=dtype, requires_grad=True)
+    for step, expected in ((1, 0), (2, 1)):
+        taps.configure_(step=step)
+        x = weight.t()[:, ::2]
+        with Operators() as forward:
+            y = model(x)
+        loss = y.sum()
+        with Operators() as backward:
+            loss.backward()
+        for seen in (forward, backward):
+            assert seen.names.count("gradiometer.tap_.default") == expected
+        assert bool(forward.names) == expected
+    assert taps.stats().n_calls.tolist() == [1, 1]
+
+
+def part(x):
+    return x.transpose(1, 3)[:, ::2]
+
+
+# those that a graph has in memory anyway
+IN_MEMORY = {
+    # in the format channels_last, which eager code does not choose
+    "convolution": (lambda x: nn.functional.conv2d(x, torch.ones(8, 4, 3, 3)), torch.float32),
+    "matrix product": (lambda x: (x.flatten(1) @ x.flatten(1).t()).t(), torch.float32),
+    "part": (part, torch.float32),
+    "part, float64": (part, torch.float64),
+    "part, bf16": (part, torch.bfloat16),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_a_compiled_step_that_is_not_due_copies_nothing(name):
+    make, dtype = IN_MEMORY[name]
+    x, counts = torch.randn(2, 4, 16, 16).to(dtype), []
+    for is_tapped in (False, True):
+        torch._dynamo.reset()
+        model = nn.Sequential(Plain(make), Plain(lambda x: x.float().sum()))
+        taps = gm.Taps(model, {"all": "0"}, every=2).configure_(step=1) if is_tapped else None
+        # a graph that is cached on disk may be that of an earlier version
+        with (
+            torch._inductor.config.patch(fx_graph_cache=False),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
+            step = torch.compile(model, fullgraph=True)
+            _, codes = run_and_get_code(step, x)
+        # Inductor would generate a kernel that copies the values for the op
+        counts.append([code.count("cpp_fused") for code in codes])
+    assert counts[0] == counts[1] != [0]
+    assert not taps.stats().columns.any()
+    taps.configure_(step=2)
+    step(x)
+    agree(taps.stats().columns[0], columns_of(make(x), 1), 1e-6)
+
+
+@every_backend
+def test_a_complex_activation_in_a_graph(backend):
+    model = nn.Sequential(Plain(lambda x: torch.complex(x, 2 * x)), Plain(lambda x: x.abs().sum()))
+    taps = gm.Taps(model, {"all": "0"})
+    x = torch.randn(5, 6, requires_grad=True)
+    torch.compile(model, fullgraph=True, backend=backend)(x).backward()
+    agree(taps.stats().columns[0], columns_of(torch.complex(x, 2 * x)), 1e-6)
+    assert taps.stats().n_channels.tolist() == [6, 6]
 
 
 def test_calls_of_a_step_merge():

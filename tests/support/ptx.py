@@ -683,9 +683,11 @@ def translate(ptx: str, shared: int) -> Program:
     return Program(translation.name, translation.threads, shared, names["run"])
 
 
-def execute(program: Program, blocks: int, parameters: Sequence[np.ndarray], buffers: list[Buffer]) -> int:
-    """Run all blocks of a launch, with parameters of one element; return the number of instructions."""
-    instructions = 0
+def execute(
+    program: Program, blocks: int, parameters: Sequence[np.ndarray], buffers: list[Buffer]
+) -> list[int]:
+    """Run all blocks of a launch, with parameters of one element; return the instructions of each."""
+    instructions = []
     with np.errstate(all="ignore"):
         for index in range(blocks):
             block = Block(index, blocks, program.threads, program.shared, buffers)
@@ -694,7 +696,7 @@ def execute(program: Program, blocks: int, parameters: Sequence[np.ndarray], buf
             except NameError as error:
                 msg = f"a register is read before it is written: {error}"
                 raise Invalid(msg) from None
-            instructions += block.instructions
+            instructions.append(block.instructions)
     return instructions
 
 
@@ -703,11 +705,19 @@ def execute(program: Program, blocks: int, parameters: Sequence[np.ndarray], buf
 
 @dataclass(frozen=True)
 class Executed:
-    """A launch that was executed: the kernel's name, the memory that it used, instructions of all blocks."""
+    """A launch that was executed: the kernel's name, the memory that it used, instructions of each block."""
 
     kernel: str
     buffers: list[Buffer]
-    instructions: int
+    of_blocks: list[int]
+
+    @property
+    def instructions(self) -> int:
+        return sum(self.of_blocks)
+
+    @property
+    def longest(self) -> int:
+        return max(self.of_blocks)
 
     def reads(self, x: torch.Tensor) -> np.ndarray:
         """Return how often each byte of a tensor was read."""
@@ -749,8 +759,8 @@ def executed_kernels(
         spans = [span_of(x) for x in bound.values() if isinstance(x, torch.Tensor)]
         buffers = buffers_of(spans + inputs * ("pointers_ptr" in bound))
         # two more, for memory that these kernels do not need
-        count = execute(program, grid[0], [*parameters, *[np.zeros(1, np.uint64)] * 2], buffers)
-        launches.append(Executed(kernel.fn.__name__, buffers, count))
+        counts = execute(program, grid[0], [*parameters, *[np.zeros(1, np.uint64)] * 2], buffers)
+        launches.append(Executed(kernel.fn.__name__, buffers, counts))
 
     with (
         launching_for(target),

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradiometer.ops import stream_order
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -20,8 +22,12 @@ class Stream:
 
     def __init__(self) -> None:
         self.clock: dict[Stream, int] = {self: 0}
+        # the capture that it is part of
+        self.capture: object = None
 
     def wait_event(self, event: Event) -> None:
+        if event.capture is not self.capture:
+            raise RaceError("cudaErrorStreamCaptureIsolation: a wait from inside of a capture, or for one")
         for stream, number in event.clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), number)
 
@@ -36,9 +42,10 @@ class Event:
 
     def __init__(self, _: Any) -> None:
         self.clock: dict[Stream, int] = {}
+        self.capture: object = None
 
     def record(self, stream: Stream) -> None:
-        self.clock = dict(stream.clock)
+        self.clock, self.capture = dict(stream.clock), stream.capture
 
     def query(self) -> bool:
         return True
@@ -71,6 +78,14 @@ class Streams(TorchDispatchMode):
             yield
         finally:
             self.current = before
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture the current stream; what it does then is part of a graph, and is not tracked."""
+        stream, uses = self.current, self._uses
+        stream.capture, self._uses = object(), {}
+        yield
+        stream.capture, self._uses = None, uses
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -114,6 +129,7 @@ def streams() -> Iterator[Streams]:
     with (
         patch.object(torch, "Event", Event),
         patch.object(torch.accelerator, "current_stream", lambda _: found.current),
+        patch.object(stream_order, "is_capturing", lambda _: found.current.capture is not None),
         found,
     ):
         yield found

@@ -4,13 +4,14 @@ The launchers share arguments: ``pointers``, the addresses of T tensors; ``table
 `gradiometer.ops`; ``num_tensors``, T; ``dtype``, ``first_chunk`` and ``num_chunks``, one of its groups.
 ``partials`` have a column for each of all N chunks; a launch writes those of its group. A ``cursor`` or
 ``gate`` is that of a ring: with a gate, nothing is read or written in a step that is not due. Shapes and
-dtypes stand at the arguments of the kernels; all tensors are contiguous.
+dtypes stand at the arguments of the kernels; all tensors but that of `contiguous` are contiguous.
 """
 
 from gradiometer.kernels import tuning
 from gradiometer.kernels.activations import ACTIVATION_PARTIALS, activation
 from gradiometer.kernels.append import append
 from gradiometer.kernels.clip_factors import clip_factors
+from gradiometer.kernels.contiguous import contiguous
 from gradiometer.kernels.driver import load_driver
 from gradiometer.kernels.exponents import begin_exponents, classes, exponents
 from gradiometer.kernels.finalize import finalize
@@ -30,6 +31,7 @@ __all__ = [
     "begin_exponents",
     "classes",
     "clip_factors",
+    "contiguous",
     "exponents",
     "finalize",
     "finalize_fingerprints",

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from gradiometer.columns import ACTIVATIONS, Cursor
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import add_to, halves, is_due, is_finite
+from gradiometer.kernels.primitives import add_to, halves, is_due, is_finite, merged
 
 # those that merge by sum, as adjacent columns of the store do, and the channels that the program marked
 _SUMS = ("sumsq", "sum", "n_zero", "n_nan", "n_posinf", "n_neginf", "sum4", "n_marked")
@@ -261,18 +261,8 @@ def _activation_kernel(
     programs = tl.num_programs(0)
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.debug_barrier()
+        values, highest = merged(partials_ptr, programs, NUM_SUMS, MERGED, MAX_PROGRAMS)
         part = tl.arange(0, NUM_SUMS)
-        offs = tl.arange(0, MERGED)
-        sums = tl.zeros((NUM_SUMS, MERGED), tl.float64)
-        tops = tl.zeros((MERGED,), tl.float64)
-        rows = partials_ptr + part[:, None] * MAX_PROGRAMS + offs[None, :]
-        for i in range(0, programs, MERGED):
-            mask = offs < programs - i
-            sums += tl.load(rows + i, mask=mask[None, :], other=0.0)
-            read = tl.load(partials_ptr + NUM_SUMS * MAX_PROGRAMS + (i + offs), mask=mask, other=0.0)
-            tops = tl.maximum(tops, read)
-        values = tl.sum(sums, 1)
-
         columns = store_ptr + row.to(tl.int64) * NUM_COLUMNS
         # the others have no value but 0
         is_marked = part == NUM_SUMS - 1
@@ -281,7 +271,7 @@ def _activation_kernel(
         add_to(columns + NUMEL, numel.to(tl.float64))
         add_to(columns + NUM_CHANNELS, channels.to(tl.float64))
         add_to(columns + CALLS, 1.0)
-        tl.store(columns + TOP, tl.maximum(tl.load(columns + TOP), tl.max(tops)))
+        tl.store(columns + TOP, tl.maximum(tl.load(columns + TOP), highest))
 
         # for the next launch
         places = tl.arange(0, CHANNELS)

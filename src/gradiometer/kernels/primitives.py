@@ -63,6 +63,24 @@ def add_to(pointer, value):
 
 
 @triton.jit
+def merged(partials_ptr, programs, NUM_SUMS: tl.constexpr, MERGED: tl.constexpr, MAX_PROGRAMS: tl.constexpr):
+    """Return the sums and the maximum over programs, of partials ``(NUM_SUMS + 1, MAX_PROGRAMS)``.
+
+    A program adds them in a fixed order, whichever it is, so it can be the one that finishes last.
+    """
+    offs = tl.arange(0, MERGED)
+    sums = tl.zeros((NUM_SUMS, MERGED), tl.float64)
+    tops = tl.zeros((MERGED,), tl.float64)
+    rows = partials_ptr + tl.arange(0, NUM_SUMS)[:, None] * MAX_PROGRAMS + offs[None, :]
+    for i in range(0, programs, MERGED):
+        mask = offs < programs - i
+        sums += tl.load(rows + i, mask=mask[None, :], other=0.0)
+        read = tl.load(partials_ptr + NUM_SUMS * MAX_PROGRAMS + (i + offs), mask=mask, other=0.0)
+        tops = tl.maximum(tops, read)
+    return tl.sum(sums, 1), tl.max(tops)
+
+
+@triton.jit
 def is_finite(x):
     """Return whether x is neither NaN nor infinite: comparisons with NaN are false."""
     return tl.abs(x) < float("inf")

@@ -12,6 +12,7 @@ from gradiometer.ops.in_graph import is_exporting, tensor_stats_in_graph
 from gradiometer.ops.launch_plans import LaunchPlan
 from gradiometer.ops.pairs import keep_, measure_pairs, recognize_pairs
 from gradiometer.ops.ring import append_, numbers, record_
+from gradiometer.ops.stream_order import StreamOrder
 from gradiometer.ops.taps import may_measure, new_store, tap
 from gradiometer.ops.tensors import measure, norm_on_host, tensor_stats
 from gradiometer.ops.uploads import is_capturing
@@ -20,6 +21,7 @@ __all__ = [
     "INSTALL_COMPILER",
     "INTERPRETED",
     "LaunchPlan",
+    "StreamOrder",
     "append_",
     "clip_factors_",
     "is_capturing",

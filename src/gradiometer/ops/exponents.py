@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradiometer.columns import EXPONENTS, Cursor
 from gradiometer.ops import exponent_reference, packing, uploads
-from gradiometer.ops.dispatch import for_a_graph
+from gradiometer.ops.dispatch import for_a_graph, without_grad
 from gradiometer.ops.launch_plans import host_plan
 from gradiometer.ops.library import REVISION, by_device, define
 from gradiometer.ops.ring import is_due
@@ -33,7 +33,7 @@ def measure_exponents(tensors: Sequence[Tensor], plan: LaunchPlan | None = None)
     """
     if plan is not None:
         return _measure(tensors, plan)
-    with torch.no_grad():
+    with without_grad():
         return torch.ops.gradiometer.exponent_stats(tensors, REVISION)  # type: ignore[no-any-return]
 
 

@@ -63,6 +63,7 @@ def define(
     fake: Callable[..., Any] | None = None,
     *,
     composite: bool = False,
+    any_strides: bool = False,
 ) -> None:
     """Define an op that is not differentiable, and is opaque to the compiler unless it is composite.
 
@@ -75,12 +76,14 @@ def define(
         implementation: for tensors on any device, such as the result of `by_device`.
         fake: returns results without values; not needed for an op that returns nothing.
         composite: whether the implementation only calls other operators, which replace the op in a graph.
+        any_strides: whether Inductor may give the arguments other strides than eager code does. Otherwise it
+            copies some of them, such as the channels_last result of a convolution.
     """
     arguments, results = schema.split(" -> ")
     name = arguments.partition("(")[0]
     if composite or results != "()":
         arguments = f"{arguments[:-1]}, str revision='')"
-    _LIBRARY.define(f"{arguments} -> {results}")
+    _LIBRARY.define(f"{arguments} -> {results}", tags=(torch.Tag.flexible_layout,) if any_strides else ())
     if composite:
         _LIBRARY.impl(name, _without_revision(implementation), "CompositeImplicitAutograd")
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradiometer.columns import PAIRS
 from gradiometer.ops import launch_plans, packing, pair_reference, uploads
-from gradiometer.ops.dispatch import recognize
+from gradiometer.ops.dispatch import recognize, without_grad
 from gradiometer.ops.library import REVISION, by_device, define
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def measure_pairs(
     """
     if plan is not None:
         return _measure(a, b, g, plan)
-    with torch.no_grad():
+    with without_grad():
         return torch.ops.gradiometer.pair_stats(a, b, g, REVISION)  # type: ignore[no-any-return]
 
 

@@ -101,8 +101,8 @@ def append_(
 
     They are the first rows of the section, and overwrite what a call in the same step wrote there.
     """
-    with torch.no_grad():
-        torch.ops.gradiometer.append_(columns, flags, num_grads, ring, cursor, tuple(section), fingerprints)
+    # The op disables gradients itself. torch cannot load an exported no_grad block that returns nothing
+    torch.ops.gradiometer.append_(columns, flags, num_grads, ring, cursor, tuple(section), fingerprints)
 
 
 def numbers(tensor: Tensor) -> ctypes.Array[ctypes.c_double]:

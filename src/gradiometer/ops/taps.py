@@ -12,6 +12,7 @@ the forward pass, and activation checkpointing would compute that again.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -23,6 +24,8 @@ from gradiometer.ops.library import REVISION, by_device, define
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gradiometer.ops.stream_order import StreamOrder
 
 # channels for which a store has scratch; more take a tensor of their own at each call
 _MOST_CHANNELS: Final = 2**16
@@ -37,6 +40,7 @@ def tap(
     channel_dim: int,
     *,
     fused: bool | None = False,
+    orders: tuple[StreamOrder, StreamOrder] | None = None,
 ) -> None:
     """Measure a tensor, and its gradient when it is known, in a step that is due.
 
@@ -49,11 +53,12 @@ def tap(
         channel_dim: the dimension of the channels.
         fused: whether a compiled graph gets plain operators, where they can be fused, instead of the op
             alone; None for the one that costs less.
+        orders: those of the uses of both stores, in eager code. Each has scratch for one call at a time.
     """
     if torch.compiler.is_compiling():
         torch.ops.gradiometer.tap(x, values, grads, cursor, row, channel_dim, fused, REVISION)
     elif may_measure(cursor):
-        _tap(x, values, grads, cursor, row, channel_dim)
+        _tap(x, values, grads, cursor, row, channel_dim, orders=orders)
 
 
 def may_measure(cursor: Tensor) -> bool:
@@ -69,16 +74,21 @@ def _tap(
     row: int,
     channel_dim: int,
     fused: bool | None = False,  # noqa: FBT001, FBT002 in the order of the schema
+    orders: tuple[StreamOrder, StreamOrder] | None = None,
 ) -> None:
     def measure(x: Tensor, store: Tensor, *, is_forward: bool) -> None:
-        x = x.detach()
+        x, dim = x.detach(), channel_dim
+        if x.is_complex():
+            # Inductor's pass for ops that change an argument does not support complex ones
+            x, dim = as_real(x if x.dim() else x.unsqueeze(0)), dim - (dim < 0)
         is_fused = tap_partials.is_better(x) if fused is None else fused
         pieces = tap_partials.fusible(x) if is_fused else None
-        if pieces is None:
-            torch.ops.gradiometer.tap_(x, store, cursor, row, channel_dim, is_forward)
-        else:
-            partials = tap_partials.partials_of(pieces)
-            torch.ops.gradiometer.tap_partials_(x, partials, store, cursor, row, channel_dim, is_forward)
+        with nullcontext() if orders is None else orders[0 if is_forward else 1].on(x.device):
+            if pieces is None:
+                torch.ops.gradiometer.tap_(x, store, cursor, row, dim, is_forward)
+            else:
+                partials = tap_partials.partials_of(pieces)
+                torch.ops.gradiometer.tap_partials_(x, partials, store, cursor, row, dim, is_forward)
 
     measure(x, values, is_forward=True)
     if x.requires_grad and torch.is_grad_enabled():
@@ -145,8 +155,6 @@ def _by_kernels(
     x = x if x.dim() else x.unsqueeze(0)
     dim = channel_dim % x.dim()
     x = as_real(x)
-    if x.itemsize == 1:
-        x = x.float()
     # the order of dimensions in memory, so that most tensors are not copied
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
     x = x.permute(order)
@@ -156,24 +164,25 @@ def _by_kernels(
     *_, partials, alive, counter = flat.split(
         [flat.numel() - size - _MOST_CHANNELS // 2 - 1, size, _MOST_CHANNELS // 2, 1]
     )
-    marks = alive.view(torch.int32)
+    partials, marks = partials.view(kernels.ACTIVATION_PARTIALS), alive.view(torch.int32)
     channels = x.shape[dim]
-    state, flag = counter.view(torch.int32), None
+    # the two halves of a number
+    (count, state), flag = counter.view(torch.int32).split(1), None
     if partials_of_x is not None:
-        # the other half of the counter
-        flag = state[1:]
+        flag = state
         most = tap_partials.most_of_a_channel(x, partials_of_x[0], dim)
-        kernels.merge_partials(partials_of_x, store, row, cursor, flag, x.numel(), channels, most)
+        scratch = partials, count, flag
+        kernels.merge_partials(partials_of_x, store, row, cursor, *scratch, x.numel(), channels, most)
     if channels > _MOST_CHANNELS:
         marks = torch.zeros(channels, dtype=torch.int32, device=x.device)
     kernels.activation(
-        x.contiguous(),
+        kernels.contiguous(x, cursor, flag),
         store,
         row,
         cursor,
-        partials.view(kernels.ACTIVATION_PARTIALS),
+        partials,
         marks,
-        state[:1],
+        count,
         dim,
         flag,
     )
@@ -181,7 +190,9 @@ def _by_kernels(
 
 _measure = by_device(_by_reference, _by_kernels)
 _ARGUMENTS: Final = "Tensor(a!) store, Tensor cursor, int row, int channel_dim, bool is_forward"
-define(f"tap_(Tensor x, {_ARGUMENTS}) -> ()", lambda x, *args: _tap_partials(x, None, *args))
+define(
+    f"tap_(Tensor x, {_ARGUMENTS}) -> ()", lambda x, *args: _tap_partials(x, None, *args), any_strides=True
+)
 define(f"tap_partials_(Tensor x, Tensor[] partials, {_ARGUMENTS}) -> ()", _tap_partials)
 define(
     "tap(Tensor x, Tensor(a!) values, Tensor(b!) grads, Tensor cursor, int row, int channel_dim, "

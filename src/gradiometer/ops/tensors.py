@@ -57,7 +57,7 @@ def measure(
     if plan is not None and (inv_scale is None or dispatch.is_plain(inv_scale)):
         return measure_now(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
     limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
-    with torch.no_grad():
+    with dispatch.without_grad():
         if fingerprint:
             return torch.ops.gradiometer.tensor_stats_fingerprints(tensors, *limits, inv_scale, REVISION)  # type: ignore[no-any-return]
         return *torch.ops.gradiometer.tensor_stats(tensors, *limits, inv_scale, REVISION), None

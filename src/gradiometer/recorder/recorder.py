@@ -250,13 +250,13 @@ class Recorder(StepRing):
     def _append_taps(self, taps: Taps, inv_scale: Tensor | float | None) -> None:
         # after the gradients, which open a slot if the step is due
         size = len(taps.names)
-        values, grads = taps.values[:size], taps.grads[:size]
+        columns = taps.stats().columns
         if inv_scale is not None:
             if not isinstance(inv_scale, Tensor):
-                inv_scale = rows.number(inv_scale, grads.device)
-            scale = on_device(inv_scale.detach(), grads.device).to(torch.float64).reshape(())
-            grads = ACTIVATIONS.scaled(grads, scale)
-        columns = on_device(torch.cat([values, grads]), self.ring.device)
+                inv_scale = rows.number(inv_scale, columns.device)
+            scale = on_device(inv_scale.detach(), columns.device).to(torch.float64).reshape(())
+            columns = torch.cat([columns[:size], ACTIVATIONS.scaled(columns[size:], scale)])
+        columns = on_device(columns, self.ring.device)
         section = self.layout.adjacent(ACTIVATION_VALUES.name, 2)
         ops.append_(
             columns, ACTIVATIONS.flags_of(columns, self.thresholds), 0, self.ring, self.cursor, section

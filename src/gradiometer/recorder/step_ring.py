@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from gradiometer.recorder.store import RingLayout
 from gradiometer.stats import Float64Module, fetch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
     from typing import Self
 
@@ -29,42 +28,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder.skip_consensus import SkipConsensus
     from gradiometer.recorder.table import Table
     from gradiometer.stats import Taps
-
-
-class StreamOrder:
-    """Makes each use of some memory wait for the one before, if that was queued on another stream.
-
-    The host does not wait. Uses in a compiled function or a captured graph are not seen, because a replay
-    runs no Python code: the caller has to make streams wait for it.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[torch.Stream, torch.Event] | None = None
-
-    def on(self, device: torch.device) -> AbstractContextManager[None]:
-        """Return a context for one use of the memory, on the device's current stream."""
-        if device.type == "cpu" or torch.compiler.is_compiling() or ops.is_capturing(device):
-            return nullcontext()
-        return self._use(device)
-
-    @contextmanager
-    def _use(self, device: torch.device) -> Iterator[None]:
-        stream = torch.accelerator.current_stream(device)
-        if self._last is not None and self._last[0] == stream:
-            event = self._last[1]
-        else:
-            event = torch.Event(device)
-            if self._last is not None:
-                stream.wait_event(self._last[1])
-        try:
-            yield
-        finally:
-            event.record(stream)
-            self._last = stream, event
-
-    def __reduce__(self) -> Any:
-        # events can be neither copied nor pickled; a copy of the memory has no uses yet
-        return StreamOrder, ()
 
 
 class StepRing(Float64Module):
@@ -105,7 +68,7 @@ class StepRing(Float64Module):
         self._taps: list[Taps] = []
         self.exponents: ExponentStores | None = None
         self._consensus: SkipConsensus | None = None
-        self._order = StreamOrder()
+        self._order = ops.StreamOrder()
         self._gated = False
         # the step that `clear_taps` was called for
         self._cleared_for = -1
@@ -172,9 +135,10 @@ class StepRing(Float64Module):
 
     def _clear_taps(self, step: float | Tensor) -> None:
         for taps in self._taps:
-            taps.advance()
-            # one step number for both
-            set_step(taps.cursor, step)
+            with taps.in_order():
+                taps.advance()
+                # one step number for both
+                set_step(taps.cursor, step)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any

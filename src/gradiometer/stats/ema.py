@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from gradiometer.stats.float64_module import Float64Module, first_unfit
 
@@ -27,6 +28,10 @@ class Smoothed(NamedTuple):
 
     value: Tensor
     drift: Tensor
+
+
+# so that torch.export can save a program that returns it
+pytree._register_namedtuple(Smoothed, serialized_type_name="gradiometer.Smoothed")  # noqa: SLF001 it has no public name
 
 
 class EMA(Float64Module):

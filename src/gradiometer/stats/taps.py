@@ -20,6 +20,7 @@ from gradiometer.stats.repeats import keep_in_repeats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
     from typing import Self
 
     from gradiometer.stats.grouping import GroupRule
@@ -96,6 +97,8 @@ class Taps(Float64Module):
     A step is measured if ``every`` divides its number. The device decides, so a change of ``every`` by
     `configure_` recompiles nothing, and a step that is not measured costs one launch per tap that returns at
     once.
+
+    On several streams, values wait for each other, and so do gradients; not for graphs, compiled or replayed.
 
     Args:
         model: a module.
@@ -175,6 +178,8 @@ class Taps(Float64Module):
         for name in ("values", "grads"):
             self.register_buffer(name, ops.new_store(len(self.names), device), persistent=False)
         self.register_buffer("cursor", torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=device))
+        # two, so that a forward and a backward pass can run beside each other
+        self._orders = ops.StreamOrder(), ops.StreamOrder()
         self.configure_(every=every)
         # a number that changes would recompile, so this is decided once
         self._fused = False if fused is None and every != 1 else fused
@@ -201,23 +206,30 @@ class Taps(Float64Module):
         for name, value in given.values():
             if value is not None and (type(value) is not int or not 0 <= value < 2**53):
                 raise ValueError(f"Taps({name}={describe(value)}): {name} must be an integer, at least 0")
-        for place, (_, value) in given.items():
-            if value is not None:
-                self.cursor[place].fill_(value)
+        with self.in_order():
+            for place, (_, value) in given.items():
+                if value is not None:
+                    self.cursor[place].fill_(value)
         return self
 
     def stats(self) -> ActivationStats:
         """Return what was measured since the last `advance`; inside or outside of a compiled step."""
         names = (*self.names, *[f"{name}.grad" for name in self.names])
         rows = len(self.names)
-        return ActivationStats(names, torch.cat([self.values[:rows], self.grads[:rows]]))
+        with self.in_order():
+            return ActivationStats(names, torch.cat([self.values[:rows], self.grads[:rows]]))
 
     def advance(self) -> None:
         """End the step: clear what was measured, and count the step. Inside or outside of a compiled step."""
-        with torch.no_grad():
+        # without no_grad, in which torch cannot load an exported block that returns nothing
+        with self.in_order():
             self.values.zero_()
             self.grads.zero_()
             self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """Return a context for a use of the buffers, as that of a recorder; all methods use it."""
+        return self._orders[0].on(self.cursor.device, self._orders[1])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002
         super()._apply(fn, recurse)
@@ -291,7 +303,7 @@ class Taps(Float64Module):
             x = x.view_as(x)
         # an exported program may run without a compiler
         fused = False if ops.is_exporting() else self._fused
-        ops.tap(x, self.values, self.grads, self.cursor, row, channel_dim, fused=fused)
+        ops.tap(x, self.values, self.grads, self.cursor, row, channel_dim, fused=fused, orders=self._orders)
         return x
 
 
