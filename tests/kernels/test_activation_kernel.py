@@ -41,6 +41,9 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # sm_89 has few fp64 units, so the kernel adds fp32 numbers with compensation there
 GPUS = ("sm_90", "sm_89")
 each_gpu = pytest.mark.parametrize("gpu", GPUS)
+each_gpu_and_dtype = pytest.mark.parametrize(
+    ("gpu", "dtype"), [*[(GPUS[0], dtype) for dtype in DTYPES], *[(GPUS[1], dtype) for dtype in DTYPES[1:3]]]
+)
 ROW = 1
 # more than the channels of any tensor here
 SCRATCH = 3000
@@ -143,9 +146,7 @@ def with_zero_channels(x: Tensor, channel_dim: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize(
-    ("gpu", "dtype"), [*[(GPUS[0], dtype) for dtype in DTYPES], *[(GPUS[1], dtype) for dtype in DTYPES[1:3]]]
-)
+@each_gpu_and_dtype
 @pytest.mark.parametrize("start", [0, 1])
 def test_sizes_around_those_of_a_tile_are_measured_exactly(gpu, dtype, start):
     tile, unroll, *_ = tuning.ACTIVATIONS[dtype]
@@ -187,9 +188,8 @@ def test_every_place_keeps_its_channel_alive():
         assert measured(x, 0)["n_zero_channels"] == 2
 
 
-@each_gpu
-@each_dtype
-def test_nan_and_infinities_are_counted_and_left_out(dtype, gpu):
+@each_gpu_and_dtype
+def test_nan_and_infinities_are_counted_and_left_out(gpu, dtype):
     tile = tuning.ACTIVATIONS[dtype].tile
     for value in (math.nan, math.inf, -math.inf):
         for place in (0, tile + 1, -1):

@@ -800,6 +800,11 @@ def test_the_main_loop_is_marked():
     assert code.marked.count("\n") == len(code.text.splitlines())
 
 
+def test_packed_fp32_instructions_take_two_slots():
+    assert Loop(["FADD2"] * 4 + ["FFMA", "MOV"]).slots == 9
+    assert Loop(["FADD2"] * 4 + ["MOV"] * 6).slots == 10
+
+
 def test_amd_vector_instructions_take_the_slots():
     loop = Loop(["global_load_dwordx4", "s_add_i32", "v_cvt_f32_f16_e32", "v_add_f64", "s_cbranch_scc1"])
     assert loop.slots == 4 + 1

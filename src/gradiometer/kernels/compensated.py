@@ -7,15 +7,15 @@ result is added to a total of three fp32 numbers, without loss: SumK with K = 3 
 
 Error bound, with u = 2**-24 and S the sum of the terms' magnitudes. Let low parts be at most c u times the
 high ones: c is 0 for exact terms, 1 for products and squares, 2 for a product with a difference. After k
-levels of the tree they are at most (c + k) u S, and level k + 1 adds them with two roundings, which lose (c
-+ k) u**2 S and (c + k + 1) u**2 S. A tree of 8 terms, three levels, loses at most (6 c + 9) u**2 S. A
-product with a difference has lost 2 u**2 of itself before, and the square of a difference 4 u**2. Totals
-lose 2**-51 S in 64 tiles. So the bound is 23.2 u**2 S < 8.3e-14 S, beside fp64 additions of less than 1e-14
-S for 2**24 elements.
+levels of the tree they are at most (c + k) u S, and level k + 1 adds them with two roundings, which lose
+(c + k) u**2 S and (c + k + 1) u**2 S. So a tree of 8 terms loses at most (6 c + 9) u**2 S. A product with a
+difference has lost 2 u**2 of itself before, and the square of a difference 4 u**2. Totals lose less than
+0.6 u**2 S in 128 tiles. So the bound is 23.6 u**2 S < 8.4e-14 S, beside less than 1e-14 S for the fp64
+additions of 2**24 elements.
 
 Underflow: a product may lose up to 2**-149. Where the mean of positive terms is below `LEAST_SQUARE`,
-kernels read the elements again and add them in fp64; otherwise that is at most 2**-46 S for squares, whose
-other losses are at most 19.2 u**2 S.
+kernels read the elements again and add them in fp64. Otherwise it is at most 4 u**2 S for squares, whose
+other losses are at most 19.6 u**2 S.
 """
 
 import triton
