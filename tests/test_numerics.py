@@ -167,6 +167,9 @@ def test_a_subnormal_number_is_measured_unless_the_cpu_or_the_interpreter_flushe
         str(dtype): torch.full((n,), code, dtype=raw).view(dtype) for dtype, (raw, code) in SUBNORMAL.items()
     }
     collect = torch.compile(gm.collect, backend="eager", fullgraph=True) if mode == "compiled" else gm.collect
+    if mode == "flushed" and KERNELS and not INTERPRETED:
+        # where the compiler compares integers to find zeros, the executor does not flush either
+        pytest.skip("a GPU does not flush subnormal numbers")
     try:
         if mode == "flushed" and not torch.set_flush_denormal(True):
             pytest.skip("this CPU cannot flush subnormal numbers")

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from gradiometer.columns import ACTIVATIONS, CURSOR_SIZE, DEFAULT_THRESHOLDS, Thresholds
+from gradiometer.fp64_rates import has_few_fp64_units
 from gradiometer.kernels import ACTIVATION_PARTIALS, activation, tuning
 from gradiometer.ops import dispatch
 from kernels_bench.machine_code.disassembly import Listing, Loop, is_spill, parse_amdgcn, parse_sass
@@ -30,7 +31,7 @@ from kernels_bench.machine_code.disassembly import Listing, Loop, is_spill, pars
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-CUDA_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+CUDA_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 HIP_TARGETS = ("gfx942", "gfx950")
 TARGETS = (*CUDA_TARGETS, *HIP_TARGETS)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -112,7 +113,7 @@ def recorded_launches() -> Iterator[list[Launch]]:
 @contextmanager
 def launching_for(target: str) -> Iterator[None]:
     """Make the launchers choose what they choose on such a GPU."""
-    few = target in CUDA_TARGETS and capability(target) in tuning.FEW_FP64_UNITS
+    few = target in CUDA_TARGETS and has_few_fp64_units(capability(target))
     # they ask torch for the warp size
     hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
     with hip, mock.patch.object(tuning, "has_few_fp64_units", return_value=few):

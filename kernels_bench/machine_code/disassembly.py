@@ -43,11 +43,15 @@ class Loop:
     def slots(self) -> int:
         """Issue slots of one iteration: each NVIDIA instruction takes one.
 
+        A packed one of sm_100 and later computes two fp32 numbers, but the peak fp32 rate of these GPUs is
+        that of the lanes: fp32 arithmetic takes a slot a number, if that is more.
+
         On CDNA only the vector unit's instructions count, in passes: scalar, memory and branch instructions
         of other waves issue beside them; LLVM's SISchedule.td gives fp16 <-> fp32 conversions four passes.
         """
         if not any(opcode.startswith(("v_", "s_")) for opcode in self.opcodes):
-            return len(self.opcodes)
+            packed = r"F(ADD|MUL|FMA)2\b"
+            return max(len(self.opcodes), self.count(r"F(ADD|MUL|FMA)\b") + 2 * self.count(packed))
         return self.count("v_") + 3 * self.count(r"v_cvt_f(32_f16|16_f32)")
 
     @property

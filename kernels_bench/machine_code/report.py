@@ -24,6 +24,7 @@ from itertools import product
 from pathlib import Path
 
 from kernels_bench import scripts
+from kernels_bench.machine_code.latency import flight
 from kernels_bench.machine_code.roofline import GPUS, binding, times
 from kernels_bench.machine_code.tables import joined, markdown, show
 
@@ -58,6 +59,7 @@ def code_rows(target: str, dtypes: list[str], kernels: list[str], sass: Path | N
         try:
             code = variant.launch.compile(target)
             row |= measures(code, variant.tensors * variant.dtype.itemsize)
+            row["threads"] = variant.launch.kwargs["num_warps"] * compiler.gpu_target(target).warp_size
         except Exception as error:  # noqa: BLE001 a compiler may not know a target; other rows count
             lines = str(error).strip().splitlines() or [""]
             rows.append(row | {"error": f"{type(error).__name__}: {lines[0]}"})
@@ -94,6 +96,7 @@ def measures(code, itemsize: int) -> dict:
         "nops": loop.count(r"NOP|s_nop") / elements,
         "fp64": (loop.fp64_arithmetic + loop.fp64_comparisons) / elements,
         "conversions": loop.conversions / elements,
+        "reads_ahead": loop.count("LDGSTS") > 0,
         "loads": {str(size): number for size, number in sorted(Counter(loop.loads).items())},
         "registers": code.registers,
         "spills": code.spills,
@@ -116,6 +119,7 @@ def bound_rows(rows: list[dict]) -> list[dict]:
             if row := first.get((gpu.target, dtype, kernel)):
                 seconds = times(gpu, size * tensors, row["slots"], row["fp64"], row["conversions"])
                 rate = size * tensors * 1e9 / max(seconds.values())
+                found = flight(gpu, row)
                 others = max(value for name, value in seconds.items() if name != "memory")
                 bounds.append(
                     {"gpu": gpu.name, "target": gpu.target, "kernel": kernel, "dtype": dtype}
@@ -124,6 +128,7 @@ def bound_rows(rows: list[dict]) -> list[dict]:
                     | {"bytes_per_second": rate, "share": rate / gpu.bandwidth}
                     # below this clock, memory bandwidth is no longer the bottleneck
                     | {"clock_needed": gpu.clock * others / seconds["memory"]}
+                    | {"flight": found and found._asdict()}
                 )
     return bounds
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradiometer.fp64_rates import FP64_RATES
+
 __all__ = ["GPUS", "REACHABLE", "Gpu", "binding", "times"]
 
 # share of the specified bandwidth that a read reaches: CUB's DeviceReduce on an H200 read 4.31 of 4.8 TB/s
@@ -41,23 +43,23 @@ class Gpu:
 def _cuda(
     name: str,
     target: str,
-    numbers: tuple[int, float, float, int, int],
+    numbers: tuple[int, float, float, int],
     processors: str,
     clock: str,
     bandwidth: str,
-    fp64: str,
     conversions: str = "",
 ) -> Gpu:
-    """Make a GPU from numbers (SMs, MHz, GB/s, fp64, conversions) and their sources."""
-    sms, mhz, gigabytes, fp64_rate, conversion_rate = numbers
-    capability = f"{target[3:-1]}.{target[-1]}"
+    """Make a GPU from numbers (SMs, MHz, GB/s, conversions) and their sources."""
+    sms, mhz, gigabytes, conversion_rate = numbers
+    fp64_rate, _, fp64 = FP64_RATES[int(target[3:-1]), int(target[-1])]
     sources = {
         "processors": processors,
         "clock": clock,
         "bandwidth": bandwidth,
         "lanes": "CUDA C++ Programming Guide: an SM has 4 schedulers, each issues for one warp of 32 a clock",
         "fp64": f"{fp64}; comparisons are taken as multiplications",
-        "conversions": conversions or f"{_GUIDE}, {capability}: type conversions from and to 64-bit types",
+        "conversions": conversions
+        or f"{_GUIDE}, {target[3:-1]}.{target[-1]}: type conversions from and to 64-bit types",
     }
     return Gpu(
         name, target, sms, mhz * 1e6, gigabytes * 1e9, 128, fp64_rate, conversion_rate, sources=sources
@@ -82,57 +84,60 @@ GPUS = (
     _cuda(
         "A100",
         "sm_80",
-        (108, 1410, 2039, 32, 16),
+        (108, 1410, 2039, 16),
         processors="NVIDIA A100 Tensor Core GPU Architecture white paper",
         clock="NVIDIA A100 Tensor Core GPU Architecture white paper: boost clock",
         bandwidth="NVIDIA A100 data sheet, 80 GB SXM",
-        fp64="NVIDIA A100 Tensor Core GPU Architecture white paper: 32 FP64 cores an SM",
     ),
     _cuda(
         "H100",
         "sm_90",
-        (132, 1980, 3350, 64, 16),
+        (132, 1980, 3350, 16),
         processors="NVIDIA H100 Tensor Core GPU Architecture white paper, SXM5",
         clock="inferred from the data sheet's 67 TFLOPS fp32: 132 SMs x 128 lanes x 2 x 1.98 GHz",
         bandwidth="NVIDIA H100 data sheet, SXM",
-        fp64="NVIDIA H100 Tensor Core GPU Architecture white paper: 64 FP64 cores an SM",
     ),
     _cuda(
         "H200",
         "sm_90",
-        (132, 1980, 4800, 64, 16),
+        (132, 1980, 4800, 16),
         processors="inferred from the data sheet's 67 TFLOPS fp32, the same as H100 SXM",
         clock="inferred from the data sheet's 67 TFLOPS fp32, the same as H100 SXM",
         bandwidth="NVIDIA H200 data sheet, SXM",
-        fp64="inferred from the data sheet's 34 TFLOPS fp64, the same as H100 SXM",
     ),
     _cuda(
         "B200",
         "sm_100",
-        (148, 1965, 8000, 64, 16),
+        (148, 1965, 8000, 16),
         processors="reported by others from the device's properties; NVIDIA states none",
         clock="reported by others (Cornell Virtual Workshop, Blackwell B200); NVIDIA states none",
         bandwidth="NVIDIA HGX B200 data sheet",
-        fp64="inferred from the data sheet's 37 TFLOPS fp64: 148 SMs x 64 x 2 x 1.965 GHz",
         conversions="inferred: as compute capability 9.0's",
+    ),
+    _cuda(
+        "B300",
+        "sm_103",
+        (148, 1980, 8000, 2),
+        processors="inferred: as B200's, whose data sheet has the same 75 TFLOPS fp32",
+        clock="inferred from the HGX B300 data sheet's 75 TFLOPS fp32: 148 SMs x 128 lanes x 2 x 1.98 GHz",
+        bandwidth="NVIDIA HGX B300 data sheet",
+        conversions="inferred: as compute capability 8.9's",
     ),
     _cuda(
         "RTX 4090",
         "sm_89",
-        (128, 2520, 1008, 2, 2),
+        (128, 2520, 1008, 2),
         processors="NVIDIA Ada GPU Architecture white paper",
         clock="NVIDIA Ada GPU Architecture white paper: boost clock",
         bandwidth="NVIDIA Ada GPU Architecture white paper",
-        fp64="NVIDIA Ada GPU Architecture white paper: 2 FP64 cores an SM, 1/64 of the fp32 rate",
     ),
     _cuda(
         "L40S",
         "sm_89",
-        (142, 2520, 864, 2, 2),
+        (142, 2520, 864, 2),
         processors="inferred from the data sheet's 18,176 CUDA cores, 128 an SM",
         clock="inferred from the data sheet's 91.6 TFLOPS fp32: 142 SMs x 128 lanes x 2 x 2.52 GHz",
         bandwidth="NVIDIA L40S data sheet",
-        fp64="NVIDIA Ada GPU Architecture white paper: 2 FP64 cores an SM, 1/64 of the fp32 rate",
     ),
     _cdna("MI300X", "gfx942", (304, 2100, 5300), sheet="AMD Instinct MI300X data sheet"),
 )

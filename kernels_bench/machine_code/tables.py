@@ -20,7 +20,7 @@ CODE_HEAD = [
 ]
 BOUND_HEAD = [
     *("GPU", "kernel", "dtype", "memory", "issue", "fp64", "conversion"),
-    *("bound", "GB/s", "of spec", "MHz needed"),
+    *("bound", "GB/s", "of spec", "MHz needed", "blocks / SM", "KiB in flight", "latency model"),
 ]
 RATE_HEAD = ["GPU", "rate", "value", "source"]
 RATES_OF = "Rates, per clock of one SM or CU unless a unit is given"
@@ -28,7 +28,8 @@ RATES_OF = "Rates, per clock of one SM or CU unless a unit is given"
 PREDICTED = f"""\
 **Predicted**, not measured: the least ms that each resource needs for 10⁹ elements, with memory at
 {REACHABLE:.0%} of the specified bandwidth; the longest is the bound. *MHz needed* is the lowest clock at
-which memory is the bound.
+which memory is the bound. *latency model* is the share of the reachable bandwidth that the loads in flight on
+an SM give, by `kernels_bench/machine_code/latency.py`.
 """
 
 
@@ -57,8 +58,15 @@ def bound_table(bounds: list[dict]) -> list[list[str]]:
         + [f"{value:.3f}" for value in row["milliseconds"].values()]
         + [row["bound"], f"{row['bytes_per_second'] / 1e9:.0f}", f"{row['share']:.0%}"]
         + [f"{row['clock_needed'] / 1e6:.0f}" if row["bound"] == "memory" else "-"]
+        + flight_cells(row["flight"])
         for row in bounds
     ]
+
+
+def flight_cells(flight: dict | None) -> list[str]:
+    if flight is None:
+        return ["-"] * 3
+    return [str(flight["blocks"]), f"{flight['loads'] / 1024:.0f}", f"{flight['share']:.0%}"]
 
 
 def rate_table(bounds: list[dict]) -> list[list[str]]:

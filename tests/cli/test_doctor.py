@@ -177,9 +177,3 @@ def test_a_device_where_a_collection_fails_is_a_problem(monkeypatch, wrong):
     assert not found[-1].works
     assert "no kernel image" in problem.what or "gives 10.0 as the norm of (3, 4)" in problem.what
     assert "\n" not in problem.what
-
-
-def test_the_gpus_whose_few_fp64_units_are_told_are_those_for_which_the_kernels_avoid_them():
-    tuning = pytest.importorskip("gradiometer.kernels.tuning")
-    told = {capability for capability in devices._FP64_RATES if "few, so" in devices.fp64_rate(capability)[0]}
-    assert told == tuning.FEW_FP64_UNITS

@@ -28,6 +28,7 @@ from gradiometer import kernels
 from gradiometer.kernels import tuning
 from support.kernel_cases import integers, same_bits
 from support.kernel_cases import kernels as kernels_of
+from support.oracle import SUM_BOUND
 
 # the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
 pytestmark = [
@@ -37,6 +38,12 @@ pytestmark = [
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# sm_89 has few fp64 units, so the kernel adds fp32 numbers with compensation there
+GPUS = ("sm_90", "sm_89")
+each_gpu = pytest.mark.parametrize("gpu", GPUS)
+each_gpu_and_dtype = pytest.mark.parametrize(
+    ("gpu", "dtype"), [*[(GPUS[0], dtype) for dtype in DTYPES], *[(GPUS[1], dtype) for dtype in DTYPES[1:3]]]
+)
 ROW = 1
 # more than the channels of any tensor here
 SCRATCH = 3000
@@ -52,7 +59,8 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 class Target:
     """A store of three rows, a cursor and the scratch of launches."""
 
-    def __init__(self, step: float = 0, every: float = 1) -> None:
+    def __init__(self, step: float = 0, every: float = 1, gpu: str = GPUS[0]) -> None:
+        self.gpu = gpu
         self.store = torch.zeros(3, ACTIVATIONS.width, dtype=torch.float64)
         self.cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64)
         self.cursor[Cursor.STEP], self.cursor[Cursor.EVERY] = step, every
@@ -66,7 +74,7 @@ class Target:
         self, x: Tensor, channel_dim: int = -1, change: Any = None, flag: Tensor | None = None
     ) -> None:
         scratch = self.partials, self.alive, self.counter
-        with kernels_of("sm_90", change) as launches:
+        with kernels_of(self.gpu, change) as launches:
             kernels.activation(x, self.store, ROW, self.cursor, *scratch, channel_dim, flag)
         self.reads = launches[-1].reads(x) if launches else None
         assert self.alive.count_nonzero() == 0
@@ -94,8 +102,8 @@ def partials_of(x: Tensor) -> list[Tensor]:
     return [*sums, (x == 0).float().sum(dim=1), x.abs().amax(dim=1)]
 
 
-def measured(x: Tensor, channel_dim: int = -1) -> dict[str, float]:
-    target = Target()
+def measured(x: Tensor, channel_dim: int = -1, gpu: str = GPUS[0]) -> dict[str, float]:
+    target = Target(gpu=gpu)
     target.measure(x, channel_dim)
     return target.columns
 
@@ -130,8 +138,8 @@ def shaped(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, start: in
     return integers(math.prod(shape), dtype, start).reshape(shape)
 
 
-def assert_exact(x: Tensor, channel_dim: int = -1) -> None:
-    assert measured(x, channel_dim) == expected(x, channel_dim), (x.dtype, x.shape)
+def assert_exact(x: Tensor, channel_dim: int = -1, gpu: str = GPUS[0]) -> None:
+    assert measured(x, channel_dim, gpu) == expected(x, channel_dim), (x.dtype, x.shape)
 
 
 def with_zero_channels(x: Tensor, channel_dim: int) -> Tensor:
@@ -147,15 +155,15 @@ def with_zero_channels(x: Tensor, channel_dim: int) -> Tensor:
     return x
 
 
-@each_dtype
+@each_gpu_and_dtype
 @pytest.mark.parametrize("start", [0, 1])
-def test_sizes_around_those_of_a_tile_are_measured_exactly(dtype, start):
+def test_sizes_around_those_of_a_tile_are_measured_exactly(gpu, dtype, start):
     tile, unroll, *_ = tuning.ACTIVATIONS[dtype]
     for size in (1, 5, tile - 1, tile, tile + 1, tile * unroll + 3, 9 * tile * unroll + tile // 2 + 1):
         # each element is a channel
         if size < SCRATCH:
-            assert_exact(shaped((size,), dtype, start), 0)
-        assert_exact(shaped((size, 1), dtype, start))
+            assert_exact(shaped((size,), dtype, start), 0, gpu)
+        assert_exact(shaped((size, 1), dtype, start), gpu=gpu)
 
 
 @each_dtype
@@ -189,8 +197,8 @@ def test_every_place_keeps_its_channel_alive():
         assert measured(x, 0)["n_zero_channels"] == 2
 
 
-@each_dtype
-def test_nan_and_infinities_are_counted_and_left_out(dtype):
+@each_gpu_and_dtype
+def test_nan_and_infinities_are_counted_and_left_out(gpu, dtype):
     tile = tuning.ACTIVATIONS[dtype].tile
     for value in (math.nan, math.inf, -math.inf):
         for place in (0, tile + 1, -1):
@@ -199,10 +207,10 @@ def test_nan_and_infinities_are_counted_and_left_out(dtype):
             x[5, 3], x[:, 4] = -math.inf, 0.0
             # not 0
             x[6, 4] = value
-            assert_exact(x)
+            assert_exact(x, gpu=gpu)
     everywhere = torch.full((40, 64), math.nan, dtype=dtype)
-    assert_exact(everywhere)
-    assert measured(everywhere)["n_zero_channels"] == 0
+    assert_exact(everywhere, gpu=gpu)
+    assert measured(everywhere, gpu=gpu)["n_zero_channels"] == 0
 
 
 def test_squares_beyond_fp64_are_not_taken_for_infinite_elements():
@@ -213,14 +221,15 @@ def test_squares_beyond_fp64_are_not_taken_for_infinite_elements():
     assert (found["abs_max"], found["sumsq"], found["sum4"]) == (1e200, math.inf, math.inf)
 
 
-def test_the_largest_elements_have_fourth_powers():
+@each_gpu
+def test_the_largest_elements_have_fourth_powers(gpu):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.zeros(4, 300, dtype=dtype)
         x[2, 100] = torch.finfo(dtype).max
         x[1, 7] = torch.finfo(dtype).smallest_normal / 4
-        assert measured(x)["sum4"] == x[2, 100].double().item() ** 2**2 or dtype == torch.float32
-        assert math.isclose(measured(x)["sum4"], torch.finfo(dtype).max ** 4, rel_tol=2**-50)
-        assert measured(x)["n_zero"] == x.numel() - 2
+        assert measured(x, gpu=gpu)["sum4"] == x[2, 100].double().item() ** 2**2 or dtype == torch.float32
+        assert math.isclose(measured(x, gpu=gpu)["sum4"], torch.finfo(dtype).max ** 4, rel_tol=2**-50)
+        assert measured(x, gpu=gpu)["n_zero"] == x.numel() - 2
 
 
 @each_dtype
@@ -233,6 +242,23 @@ def test_sums_are_as_accurate_as_fp64(dtype):
         error = (x.numel() + 4) * 2.0**-53 * (terms**power).sum().item()
         assert abs(found.pop(name) - exact.pop(name)) <= error
     assert found == exact
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_compensated_sums_keep_their_bounds_at_the_ends_of_the_range_of_fp32(dtype):
+    # fourth powers lose bits below 2**-125, and their sums overflow from 2**31 on
+    values = torch.randn(41, 133, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for power in (-75, -40, -29, -26, -23, 0, 13, 29, 31, 62, 64):
+        x = (values * 2.0**power).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+        if INTERPRETED and dtype == torch.bfloat16:  # the interpreter flushes subnormal bf16 to 0
+            x[x.abs() < torch.finfo(dtype).smallest_normal] = 0.0
+        x[0, :3] = 0.0
+        found, exact = measured(x, gpu="sm_89"), expected(x)
+        terms = x.double().abs()
+        for name, exponent in (("sum", 1), ("sumsq", 2), ("sum4", 4)):
+            error = abs(found.pop(name) - exact.pop(name))
+            assert error <= SUM_BOUND * (terms**exponent).sum().item(), (name, power)
+        assert found == exact
 
 
 def test_calls_merge():

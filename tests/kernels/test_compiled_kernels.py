@@ -60,7 +60,7 @@ pytestmark = [
 ]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# sm_89 has few fp64 units, so the moments kernel adds fp32 numbers with compensation there
+# sm_89 has few fp64 units, so kernels add fp32 numbers with compensation there
 TARGETS = ("sm_89", "sm_90") if INTERPRETED else ("sm_80", "sm_89", "sm_90", "sm_100")
 each_target = pytest.mark.parametrize("target", TARGETS)
 # for kernels that are small and differ little between targets
@@ -385,6 +385,66 @@ def test_special_values_of_a_pair_count_wherever_they_are(target, dtype):
         # once, and again if there is a NaN or Inf
         reads = {int(launches[0].reads(x).max()) for x in (*a, *b, *g)}
         assert reads <= {1, 2}
+
+
+def scaled(x: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
+    """Return finite numbers; infinities are tested elsewhere."""
+    info = torch.finfo(dtype)
+    scaled = (x * 2.0**exponent).clamp(info.min, info.max).to(dtype)
+    if INTERPRETED and dtype == torch.bfloat16:  # the interpreter flushes subnormal bf16 to 0
+        scaled[scaled.abs() < info.smallest_normal] = 0.0
+    return scaled
+
+
+MIXED = [(FP16,) * 3, (BF16, FP16, FP32)]
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [(FP32,) * 3, (BF16,) * 3, (FP32, BF16, BF16), *[pytest.param(x, marks=pytest.mark.deep) for x in MIXED]],
+    ids=str,
+)
+def test_pairs_of_fp32_numbers_keep_their_bounds_at_the_ends_of_its_range(dtypes):
+    # products lose bits below 2**-125, and sums of squares overflow from 2**63 on
+    g = torch.Generator().manual_seed(0)
+    powers = (-75, -60, -53, -51, -49, -13, 0, 61, 63, 64)
+    sides: tuple[list[Tensor], ...] = [], [], []
+    for kind in range(7):
+        for exponent in powers[::2] if INTERPRETED else powers:
+            a, b, c = (torch.randn(700, generator=g, dtype=torch.float64) for _ in range(3))
+            if kind == 1:
+                # differences of a few bits
+                b = a * (1 + 2.0**-9 * b.sign())
+            elif kind == 2:
+                # differences with more bits than fp32 has
+                b *= 2.0 ** (-3 * torch.arange(700).fmod(12)).double()
+            elif kind == 3:
+                # the products are much smaller than the squares
+                a[::2], b[1::2] = a[::2] * 2.0**-40, b[1::2] * 2.0**-40
+                c *= 2.0**-30
+            elif kind == 4:
+                a[::3], b[:], c[::2] = 0.0, 0.0, 0.0
+            elif kind > 4:
+                # the squares of one are much smaller than those of the difference
+                (a if kind == 5 else b).mul_(2.0**-55)
+            for side, x, dtype in zip(sides, (a, b, c), dtypes, strict=True):
+                side.append(scaled(x, exponent, dtype))
+    with kernels("sm_89"):
+        for count in (2, 3):
+            for row, *one in zip(pair_rows(sides[:count]), *sides[:count], strict=True):
+                pair_oracle.assert_pair(row, *one)
+
+
+def test_the_largest_difference_is_exact_where_fp32_rounds_it():
+    # all differences round to the same fp32 number, or its negative
+    low = torch.arange(1, 513) * 2.0**-35
+    a, b = torch.ones(512), low
+    a[303] = -1.0
+    b[303] = 2.0**-26
+    with kernels("sm_89"):
+        (row,) = pair_rows([[a], [b]])
+        pair_oracle.assert_pair(row, a, b)
+    assert row["abs_max_u"] == 1 + 2.0**-26
 
 
 @chosen_target

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from gradiometer.columns import CURSOR_SIZE, EXPONENTS, HEADER_SECTIONS, TENSORS, Section, Thresholds
+from gradiometer.fp64_rates import has_few_fp64_units
 from gradiometer.kernels import tuning
 from gradiometer.ops import clipping, dispatch, launch_plans, uploads
 from gradiometer.ops import tensors as tensor_ops
@@ -31,6 +32,8 @@ if dispatch.INTERPRETED:
     pytest.skip("interpreted kernels have no machine code", allow_module_level=True)
 if os.name != "posix" or os.uname().machine != "x86_64":
     pytest.skip("triton brings its disassembler for x86-64 Linux", allow_module_level=True)
+
+import triton
 
 from kernels_bench.machine_code.compile import (
     CUDA_TARGETS,
@@ -73,11 +76,12 @@ BOUNDS = {
     #          fp64, fp32, bf16, fp16
     "sm_80": (13.9, 7.1, 7.8, 8.6),
     # compensated sums of fp32 numbers, except for fp64
-    "sm_89": (14.0, 40.5, 32.3, 33.0),
+    "sm_89": (14.0, 28.8, 23.0, 24.0),
     "sm_90": (14.9, 8.5, 8.0, 8.5),
     "sm_100": (14.5, 8.8, 8.8, 8.8),
-    # assemblers before CUDA 13.4 put NOPs between its fp64 instructions
-    "sm_120": (27.3, 41.0, 32.5, 33.5),
+    # assemblers before CUDA 13.4 put NOPs between the fp64 instructions of these
+    "sm_103": (27.3, 26.0, 21.5, 21.5),
+    "sm_120": (27.3, 29.0, 23.5, 24.2),
     "gfx942": (9.9, 7.4, 8.0, 9.5),
     "gfx950": (9.9, 7.4, 8.0, 9.5),
 }
@@ -85,10 +89,15 @@ BOUNDS = {
 # lane, which only fp64 with triton 3.9 needs
 MAX_REGISTERS = dict.fromkeys(CUDA_TARGETS, 128) | dict.fromkeys(HIP_TARGETS, 168)
 # targets whose kernels add fp32 numbers with compensation
-FEW_FP64_UNITS = [name for name in CUDA_TARGETS if capability(name) in tuning.FEW_FP64_UNITS]
+FEW_FP64_UNITS = [name for name in CUDA_TARGETS if has_few_fp64_units(capability(name))]
 MAX_REGISTERS |= dict.fromkeys(FEW_FP64_UNITS, tuning.COMPENSATED_REGISTERS)
 # the finalize kernel is small and the same everywhere: one target of each generation
 FEW_TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+def is_compensated(target: str, dtype: torch.dtype) -> bool:
+    return target in FEW_FP64_UNITS and dtype != torch.float64
+
 
 STORE = re.compile(r"STG?\b|(global|flat|buffer)_store")
 
@@ -103,6 +112,7 @@ CHOSEN = {
     "sm_89": (FP16,),
     "sm_90": DTYPES,
     "sm_100": (FP32, BF16),
+    "sm_103": (BF16,),
     "sm_120": (FP64,),
     "gfx942": (FP64, FP32),
     "gfx950": (BF16,),
@@ -115,9 +125,16 @@ def deep_unless(chosen: bool) -> tuple[Any, ...]:
     return () if chosen else (pytest.mark.deep,)
 
 
+# not known to the disassembler that triton 3.6 brings
+is_unknown = pytest.mark.skipif(triton.__version__ < "3.7", reason="needs triton 3.7")
+
+
 def pairs(chosen: dict[str, tuple[torch.dtype, ...]], dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Any]:
+    def marks(target: str, dtype: torch.dtype) -> tuple[Any, ...]:
+        return deep_unless(dtype in chosen[target]) + ((is_unknown,) if target == "sm_103" else ())
+
     return [
-        pytest.param(target, dtype, id=f"{target}-{short(dtype)}", marks=deep_unless(dtype in chosen[target]))
+        pytest.param(target, dtype, id=f"{target}-{short(dtype)}", marks=marks(target, dtype))
         for target in chosen
         for dtype in dtypes
     ]
@@ -135,7 +152,7 @@ few_targets = each_target(FEW_TARGETS, {"sm_90", "gfx942"})
 mutant_targets = each_target(FEW_TARGETS, {"sm_90"})
 # for kernels that count elements by magnitude
 exponent_pairs = pytest.mark.parametrize(
-    ("target", "dtype"), pairs({"sm_80": (), "sm_90": (FP32,), "sm_100": (), "gfx942": ()})
+    ("target", "dtype"), pairs({"sm_80": (), "sm_90": (FP32,), "sm_100": (), "gfx942": (FP32,)})
 )
 
 
@@ -218,7 +235,7 @@ def test_an_element_costs_no_more_instructions_than_recorded(target, dtype):
 def test_each_element_is_converted_once_and_takes_two_fp64_operations(target, dtype):
     loop = moments_code(target, dtype).main_loop
     elements = loop.elements(dtype.itemsize)
-    if target in FEW_FP64_UNITS and dtype != torch.float64:
+    if is_compensated(target, dtype):
         assert (loop.conversions, loop.fp64_arithmetic, loop.fp64_comparisons) == (0, 0, 0)
         return
     assert loop.conversions == (0 if dtype == torch.float64 else elements)
@@ -348,10 +365,11 @@ def test_the_scale_kernel_spills_nothing_and_keeps_subnormals(target, dtype):
 
 ACTIVATION_BOUNDS = {
     "sm_80": (21.2, 11.4, 10.9, 12.0),
+    "sm_89": (21.2, 49.5, 36.9, 37.6),
     "sm_90": (20.7, 11.4, 10.9, 12.0),
     "gfx942": (12.0, 9.5, 10.0, 11.5),
 }
-CHOSEN_ACTIVATIONS = {"sm_80": (BF16,), "sm_90": DTYPES, "gfx942": (FP32,)}
+CHOSEN_ACTIVATIONS = {"sm_80": (BF16,), "sm_89": (BF16,), "sm_90": DTYPES, "gfx942": (FP32,)}
 activation_pairs = pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN_ACTIVATIONS))
 
 
@@ -368,11 +386,13 @@ def test_the_main_loop_of_the_activation_kernel_is_like_that_of_the_moments_kern
     assert reads_ahead(loop, target)
     assert [opcode for opcode in loop.opcodes if is_atomic(opcode) or STORE.match(opcode)] == []
     assert instructions_per_element(loop, dtype) <= ACTIVATION_BOUNDS[target][DTYPES.index(dtype)]
+    compensated = is_compensated(target, dtype)
     # the square, its sum, the sum, and the sum of fourth powers
-    assert loop.fp64_arithmetic == 4 * loop.elements(dtype.itemsize)
+    assert loop.fp64_arithmetic == (0 if compensated else 4 * loop.elements(dtype.itemsize))
     if target in CUDA_TARGETS:
         assert code.spills == 0
-        assert code.registers <= tuning.ACTIVATIONS[dtype].registers
+        most = tuning.COMPENSATED_REGISTERS if compensated else tuning.ACTIVATIONS[dtype].registers
+        assert code.registers <= most
     assert code.stack == 0
     # other than in the division of integers
     flushing = [opcode for opcode in code.opcodes if flushes_subnormals(opcode)]
@@ -553,8 +573,11 @@ def test_a_fingerprint_costs_few_instructions_and_no_load(target, dtype):
 
 # the pairs kernel: a and b, or also g
 
-# maximum instructions per pair of elements on sm_90, slightly above the count: one more fails
-PAIR_BOUNDS = {FP64: (27.1, 40.6), FP32: (23.7, 33.9), BF16: (24.0, 35.6), FP16: (22.6, 33.6)}
+# maximum instructions per pair of elements, slightly above the count: one more fails
+PAIR_BOUNDS = {
+    "sm_89": {FP32: (96.9, 132.5), BF16: (80.8, 110.4), FP16: (81.2, 111.3)},
+    "sm_90": {FP64: (27.1, 40.6), FP32: (23.7, 33.9), BF16: (24.0, 35.6), FP16: (22.6, 33.6)},
+}
 # fp64 operations per pair of elements: four products, two additions; with g two more products
 PAIR_ARITHMETIC = {2: 6, 3: 8}
 # a bf16 weight and its fp32 master, with a gradient of either dtype
@@ -572,7 +595,7 @@ def pair_bytes(dtypes: tuple[torch.dtype, ...]) -> int:
 
 
 with_and_without_g = pytest.mark.parametrize("count", [2, 3], ids=["pairs", "pairs+g"])
-PAIR_TARGETS = {"sm_80": (BF16,), "sm_89": (), "sm_90": DTYPES, "sm_100": (BF16,), "gfx942": (FP32,)}
+PAIR_TARGETS = {"sm_80": (BF16,), "sm_89": (BF16,), "sm_90": DTYPES, "sm_100": (BF16,), "gfx942": (FP32,)}
 each_pairs_kernel = pytest.mark.parametrize(("target", "dtype"), pairs(PAIR_TARGETS))
 
 
@@ -590,11 +613,11 @@ def test_the_pairs_kernel_loads_16_bytes_at_a_time_and_spills_nothing(target, dt
     # at least three blocks of 128 threads share the registers of an SM
     assert code.registers <= 168
     elements = loop.elements(count * dtype.itemsize)
-    assert loop.fp64_arithmetic == PAIR_ARITHMETIC[count] * elements
-    assert loop.conversions == (0 if dtype == FP64 else count * elements)
-    if target == "sm_90":
-        cost = len(loop.opcodes) / elements
-        assert cost <= PAIR_BOUNDS[dtype][count - 2], loop
+    compensated = is_compensated(target, dtype)
+    assert loop.fp64_arithmetic == (0 if compensated else PAIR_ARITHMETIC[count] * elements)
+    assert loop.conversions == (0 if compensated or dtype == FP64 else count * elements)
+    if bounds := PAIR_BOUNDS.get(target, {}).get(dtype):
+        assert len(loop.opcodes) / elements <= bounds[count - 2], loop
 
 
 @pytest.mark.parametrize("dtypes", MIXED, ids=lambda dtypes: "-".join(map(short, dtypes)))
@@ -777,6 +800,11 @@ def test_the_main_loop_is_marked():
     assert code.marked.count("\n") == len(code.text.splitlines())
 
 
+def test_packed_fp32_instructions_take_two_slots():
+    assert Loop(["FADD2"] * 4 + ["FFMA", "MOV"]).slots == 9
+    assert Loop(["FADD2"] * 4 + ["MOV"] * 6).slots == 10
+
+
 def test_amd_vector_instructions_take_the_slots():
     loop = Loop(["global_load_dwordx4", "s_add_i32", "v_cvt_f32_f16_e32", "v_add_f64", "s_cbranch_scc1"])
     assert loop.slots == 4 + 1
@@ -830,8 +858,9 @@ def test_talk_atomics_and_spills_are_known(is_it, opcodes, others):
 def test_the_exponents_kernel_loads_16_bytes_at_a_time_and_spills_nothing(target, dtype):
     code = exponent_launches_of([torch.zeros(9, dtype=dtype)], target)[0].compile(target)
     loop = code.main_loop
-    assert [size for size in loop.loads if size == 16]
-    assert code.spills == 0
+    assert max(loop.loads) == (8 if target in HIP_TARGETS and dtype.itemsize == 2 else 16)
+    # two in the code that reads a chunk again
+    assert code.spills <= (2 if (target, dtype) == ("sm_100", FP64) else 0)
     # a histogram takes a few instructions for each 32 of its 256 classes
     assert len(loop.opcodes) / loop.elements(dtype.itemsize) <= 130
     # the rows are shared by chunks

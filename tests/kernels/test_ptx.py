@@ -115,6 +115,7 @@ def _bytes(x: np.ndarray) -> np.ndarray:
         ("shr.u32 %r2, %r1, 31;", "u4", lambda x: x >> 31),
         ("bfe.u32 %r2, %r1, 3, 5;", "u4", lambda x: x // 8 % 32),
         ("prmt.b32 %r2, %r1, %r0, 0x4102U;", "u4", _bytes),
+        ("bfe.s32 %r2, %r1, 7, 3;", "i4", lambda x: x << 22 >> 29),
         ("bfe.s64 %rd3, %rd2, 7, 3;", "i8", lambda x: x << 54 >> 61),
         ("neg.s32 %r2, %r1;", "i4", lambda x: -x),
         ("and.b32 %r2, %r1, -65536;", "u4", lambda x: x // 65536 * 65536),

@@ -18,6 +18,7 @@ SMALL = Gpu("small", "sm_90", 10, 1e9, 1e12, lanes=128, fp64=64, conversions=16,
 
 NAMES = {"target": "sm_90", "kernel": "moments", "dtype": "float32", "variant": ""}
 COSTS = {"instructions": 8.0, "slots": 8.0, "nops": 0.0, "fp64": 2.0, "conversions": 1.0}
+COSTS |= {"elements": 16, "threads": 128, "reads_ahead": False}
 KERNEL = {"loads": {"16": 4}, "registers": 64, "spills": 0, "stack": 0, "shared": 32, "code": 800}
 ROW = NAMES | COSTS | KERNEL
 

@@ -139,11 +139,11 @@ def test_kernels_and_reference_agree(some):
     ours, theirs = rows(call(a, b, g)), rows(pair_reference.pair_stats(a, b, g))
     for mine, other, *one in zip(ours, theirs, a, b, g, strict=True):
         _, magnitudes = exact_pair(*one)
+        lost = len(one[0].reshape(-1)) * pair_oracle.lost_by_a_product(*one)
         for name in NAMES:
             # each is within its bound of the exact value
-            assert abs(mine[name] - other[name]) <= 2 * pair_oracle.SUM_BOUND * magnitudes.get(name, 0.0), (
-                name
-            )
+            bound = 2 * pair_oracle.SUM_BOUND * magnitudes.get(name, 0.0) + lost * name.startswith("dot")
+            assert abs(mine[name] - other[name]) <= bound, name
 
 
 # laws

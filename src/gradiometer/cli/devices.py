@@ -13,25 +13,11 @@ from typing import Final
 import torch
 
 from gradiometer import ops
+from gradiometer.fp64_rates import FP64_RATES, has_few_fp64_units
 from gradiometer.stats import collect
 
 # float32 elements that are read to measure the rate: on a GPU (far more than its caches hold), on the CPU
 _ELEMENTS: Final = (2**26, 2**22)
-
-# fp64 and fp32 operations (addition, multiplication, FMA) per clock and multiprocessor, and the source
-_FP64_RATES: Final = {
-    (7, 0): (32, 64, "NVIDIA Tesla V100 white paper"),
-    (7, 5): (2, 64, "NVIDIA Turing architecture white paper"),
-    (8, 0): (32, 64, "NVIDIA A100 architecture white paper"),
-    (8, 6): (2, 128, "NVIDIA Ampere GA102 architecture white paper"),
-    (8, 7): (2, 128, "NVIDIA CUDA C++ Programming Guide, compute capability 8.x"),
-    (8, 9): (2, 128, "NVIDIA Ada architecture white paper"),
-    (9, 0): (64, 128, "NVIDIA H100 architecture white paper"),
-    (10, 0): (64, 128, "inferred from the B200 data sheet"),
-    (10, 3): (2, 128, "inferred from the B300 data sheet"),
-    (12, 0): (2, 128, "NVIDIA RTX Blackwell architecture white paper"),
-    (12, 1): (2, 128, "inferred from compute capability 12.0"),
-}
 
 
 @dataclass(frozen=True)
@@ -74,11 +60,14 @@ def fp64_rate(capability: tuple[int, int]) -> tuple[str, float | None]:
     >>> fp64_rate((8, 9))[1]
     0.015625
     """
-    if capability not in _FP64_RATES:
+    if capability not in FP64_RATES:
         return f"unknown for compute capability {capability[0]}.{capability[1]}", None
-    fp64, fp32, source = _FP64_RATES[capability]
-    is_poor = 16 * fp64 < fp32
-    poor = "; few, so kernels add fp32 and 16-bit tensors in fp32 with compensation" if is_poor else ""
+    fp64, fp32, source = FP64_RATES[capability]
+    poor = (
+        "; few, so kernels add fp32 and 16-bit tensors in fp32 with compensation"
+        if has_few_fp64_units(capability)
+        else ""
+    )
     return f"1/{fp32 // fp64} of fp32, {fp64} per clock and multiprocessor ({source}){poor}", fp64 / fp32
 
 

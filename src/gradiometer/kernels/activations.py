@@ -6,8 +6,8 @@ the channel has another value, at no cost per element. The program that finishes
 all in a fixed order. So the result does not depend on which one that is.
 
 The main loop has no mask and no NaN or Inf counter, like that of `gradiometer.kernels.moments`. A program
-whose sum of squares is not finite reads its elements again. The sums are fp64 on every GPU: where it has few
-fp64 units, they limit the speed.
+whose sum of squares is not finite reads its elements again. On GPUs with few fp64 units it adds fp32 numbers
+with compensation.
 """
 
 import math
@@ -19,6 +19,7 @@ import triton.language as tl
 
 from gradiometer.columns import ACTIVATIONS, Cursor
 from gradiometer.kernels import tuning
+from gradiometer.kernels.compensated import LEAST_SQUARE, add_tile, joined, larger, square, two_product
 from gradiometer.kernels.primitives import add_to, halves, is_due, is_finite, merged
 
 # those that merge by sum, as adjacent columns of the store do, and the channels that the program marked
@@ -42,9 +43,23 @@ _CALLS, _NUM_CHANNELS, _ZERO_CHANNELS = itemgetter("n_calls", "n_channels", "n_z
 def _add(x, top, sumsq, total, sum4):
     """Add a tile to lane-wise totals."""
     wide = x.to(tl.float64)
-    square = wide * wide
+    second = wide * wide
     # the maximum drops NaN: a program that reads one reads its elements again
-    return tl.maximum(top, tl.abs(x)), sumsq + square, total + wide, tl.fma(square, square, sum4)
+    return tl.maximum(top, tl.abs(x)), sumsq + second, total + wide, tl.fma(second, second, sum4)
+
+
+@triton.jit
+def _add_compensated(x, top, sumsq, total, sum4, EXACT_SQUARE: tl.constexpr):
+    """Add a tile to totals whose sums are compensated. EXACT_SQUARE: fp32 holds the square of each x."""
+    if EXACT_SQUARE:
+        second = x * x
+        sumsq = add_tile(sumsq, second, None)
+        fourth, error = two_product(second, second)
+    else:
+        second, error = two_product(x, x)
+        sumsq = add_tile(sumsq, second, error)
+        fourth, error = square(second, error)
+    return larger(top, tl.abs(x)), sumsq, add_tile(total, x, None), add_tile(sum4, fourth, error)
 
 
 @triton.jit
@@ -147,6 +162,8 @@ def _activation_kernel(
     CHANNELS: tl.constexpr,
     MERGED: tl.constexpr,
     FLAGGED: tl.constexpr,
+    COMPENSATED: tl.constexpr,  # the lanes of compensated totals, one a thread; 0 for fp64
+    LEAST_SQUARE: tl.constexpr = LEAST_SQUARE,
     EVERY: tl.constexpr = _EVERY,
     NUMEL: tl.constexpr = _NUMEL,
     FIRST: tl.constexpr = _FIRST,
@@ -174,10 +191,15 @@ def _activation_kernel(
     NARROW: tl.constexpr = tl.float64 if ITEMSIZE == 8 else tl.float32
     LANES: tl.constexpr = TILE // 2 if PAIRS else TILE
     lanes = tl.arange(0, LANES)
-    top = tl.zeros((LANES,), NARROW)
-    sumsq = tl.zeros((LANES,), tl.float64)
-    total = tl.zeros((LANES,), tl.float64)
-    sum4 = tl.zeros((LANES,), tl.float64)
+    EXACT_SQUARE: tl.constexpr = ITEMSIZE == 2
+    if COMPENSATED:
+        top = tl.zeros((COMPENSATED,), tl.float32)
+        sumsq, total, sum4 = (top, top, top), (top, top, top), (top, top, top)
+    else:
+        top = tl.zeros((LANES,), NARROW)
+        sumsq = tl.zeros((LANES,), tl.float64)
+        total = tl.zeros((LANES,), tl.float64)
+        sum4 = tl.zeros((LANES,), tl.float64)
     zeros = tl.zeros((LANES,), tl.float32)
     if PAIRS:
         words_ptr = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int32)), 16)
@@ -205,11 +227,19 @@ def _activation_kernel(
                             low, x = halves(word, x_ptr.dtype.element_ty)
                             more_zeros += tl.where(x == 0, 1.0, 0.0)
                             zeros += tl.where(low == 0, 1.0, 0.0)
-                            top, sumsq, total, sum4 = _add(low, top, sumsq, total, sum4)
+                            if COMPENSATED:
+                                x = tl.interleave(low, x)
+                            else:
+                                top, sumsq, total, sum4 = _add(low, top, sumsq, total, sum4)
                         else:
                             x = word.to(NARROW)
                             zeros += tl.where(x == 0, 1.0, 0.0)
-                        top, sumsq, total, sum4 = _add(x, top, sumsq, total, sum4)
+                        if COMPENSATED:
+                            top, sumsq, total, sum4 = _add_compensated(
+                                x, top, sumsq, total, sum4, EXACT_SQUARE
+                            )
+                        else:
+                            top, sumsq, total, sum4 = _add(x, top, sumsq, total, sum4)
                     words += (UNROLL if part == 0 else 1) * step
             start = strip.to(tl.int64) * TILE
             if PAIRS:
@@ -223,7 +253,10 @@ def _activation_kernel(
         start = full.to(tl.int64) * TILE + i
         x = tl.load(x_ptr + start + lanes, mask=mask, other=0.0).to(NARROW)
         zeros += tl.where((x == 0) & mask, 1.0, 0.0)
-        top, sumsq, total, sum4 = _add(x, top, sumsq, total, sum4)
+        if COMPENSATED:
+            top, sumsq, total, sum4 = _add_compensated(x, top, sumsq, total, sum4, EXACT_SQUARE)
+        else:
+            top, sumsq, total, sum4 = _add(x, top, sumsq, total, sum4)
         # NaN too is not 0
         marked += _mark(x != 0, start, lanes, alive_ptr, channels, inner)
 
@@ -231,15 +264,19 @@ def _activation_kernel(
         zeros += more_zeros
     # in the order of _SUMS
     all_zeros = tl.sum(zeros.to(tl.float64))
-    all_sumsq, all_total, all_sum4, all_top = (
-        tl.sum(sumsq),
-        tl.sum(total),
-        tl.sum(sum4),
-        tl.max(top).to(tl.float64),
-    )
+    all_top = tl.max(top).to(tl.float64)
+    if COMPENSATED:
+        all_sumsq, all_total, all_sum4 = joined(sumsq), joined(total), joined(sum4)
+        # squares of tiny elements lost too much, and squares of large ones may be infinite
+        least = ((last - first).to(tl.float64) * TILE + tail) * LEAST_SQUARE
+        must_read = (all_top > 0) & ((all_sumsq < least) | (all_sum4 < least))
+        must_read = must_read | (is_finite(all_sumsq + all_sum4) == 0)
+    else:
+        all_sumsq, all_total, all_sum4 = tl.sum(sumsq), tl.sum(total), tl.sum(sum4)
+        must_read = is_finite(all_sumsq) == 0
     none = tl.zeros((), tl.float64)
     nan, posinf, neginf = none, none, none
-    if is_finite(all_sumsq) == 0:
+    if must_read:
         # fewer lanes, or their totals would take registers from the main loop
         FEW: tl.constexpr = TILE // 2 if ITEMSIZE == 2 else TILE
         all_sumsq, all_total, nan, posinf, neginf, all_sum4, all_top = _recount(
@@ -307,6 +344,9 @@ def activation(
     dim = channel_dim % len(shape)
     channels, inner = shape[dim], math.prod(shape[dim + 1 :])
     tile, unroll, threads, registers = tuning.ACTIVATIONS[x.dtype]
+    compensated = x.dtype != torch.float64 and tuning.has_few_fp64_units(x.device)
+    if compensated:
+        registers = tuning.COMPENSATED_REGISTERS
     full = numel // tile
     # lanes read the same channel again after the least common multiple of a period and a tile
     period = channels * inner
@@ -342,5 +382,6 @@ def activation(
         CHANNELS=_CHANNELS,
         MERGED=tuning.MERGED_PROGRAMS,
         FLAGGED=flag is not None,
+        COMPENSATED=threads if compensated else 0,
         **tuning.options(threads, registers, x.device),
     )

@@ -201,6 +201,9 @@ def exponents(
     ``columns``: `classes` of this dtype, on the device.
     """
     tile, unroll, threads, registers = tuning.EXPONENTS[dtype]
+    if torch.version.hip:
+        # four warps, too: with two, the masks of lanes of all classes do not fit into scalar registers
+        threads *= 2
     is_double = dtype == torch.float64
     _exponents_kernel[(num_chunks,)](
         pointers,

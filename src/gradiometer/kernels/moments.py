@@ -20,14 +20,12 @@ import triton.language as tl
 
 from gradiometer.columns.fingerprint import WORD_BYTES, power, signed
 from gradiometer.kernels import tuning
+from gradiometer.kernels.compensated import LEAST_SQUARE, joined
 from gradiometer.kernels.fingerprint import add_words, chunk_sums, split_words
 from gradiometer.kernels.primitives import DTYPES, accumulate, halves, is_due, is_finite, locate, row_of
 
 # The last two are read only if n_nonfinite is not 0. The other non-finite elements are -Inf.
 PARTIALS = ("sumsq", "sum", "n_zero", "abs_max", "n_nonfinite", "n_nan", "n_posinf")
-
-# the least mean square that a compensated sum holds to 2**-46
-_LEAST_SQUARE = 2.0**-103
 
 
 @triton.jit
@@ -78,12 +76,6 @@ def _recount(address, head, n, DTYPE: tl.constexpr, NARROW: tl.constexpr, TILE: 
     )
 
 
-@triton.jit
-def _joined(parts):
-    """Return the sum over all lanes of three fp32 numbers each."""
-    return tl.sum(parts[0].to(tl.float64) + (parts[1].to(tl.float64) + parts[2].to(tl.float64)))
-
-
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _moments_kernel(
     pointers_ptr,  # (T,) int64
@@ -103,9 +95,9 @@ def _moments_kernel(
     STEP: tl.constexpr,  # see fingerprint.add_words
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
-    COMPENSATED: tl.constexpr,
+    COMPENSATED: tl.constexpr,  # the lanes of compensated totals, one a thread; 0 for fp64
     # not a global constant, see finalize.py
-    LEAST_SQUARE: tl.constexpr = _LEAST_SQUARE,
+    LEAST_SQUARE: tl.constexpr = LEAST_SQUARE,
 ):
     if GATED:  # noqa: SIM102 the first is known at compile time, the second at run time
         if not is_due(gate_ptr):
@@ -120,12 +112,13 @@ def _moments_kernel(
     WORD: tl.constexpr = tl.int32 if PAIRS else DTYPE
     LANES: tl.constexpr = TILE // 2 if PAIRS else TILE
     lanes = tl.arange(0, LANES)
-    narrow, wide = tl.zeros((LANES,), NARROW), tl.zeros((LANES,), tl.float64)
     EXACT_SQUARE: tl.constexpr = ITEMSIZE == 2
     if COMPENSATED:
-        totals = narrow, narrow, narrow, narrow, narrow, narrow, narrow, narrow
+        few = tl.zeros((COMPENSATED,), tl.float32)
+        totals = few, few, (few, few, few), (few, few, few)
     else:
-        totals = narrow, tl.zeros((LANES,), tl.float32), wide, wide  # type: ignore[assignment]
+        wide = tl.zeros((LANES,), tl.float64)
+        totals = tl.zeros((LANES,), NARROW), tl.zeros((LANES,), tl.float32), wide, wide
 
     # a view may begin anywhere: its first elements, up to a 16-byte boundary, are read separately
     head = (-address & 15).to(tl.int32) // ITEMSIZE
@@ -158,8 +151,11 @@ def _moments_kernel(
                 sums = add_words(lower, upper, sums, STEP)
             if PAIRS:
                 low, high = halves(word, DTYPE)
-                totals = accumulate(low, totals, COMPENSATED, EXACT_SQUARE)
-                totals = accumulate(high, totals, COMPENSATED, EXACT_SQUARE)
+                if COMPENSATED:
+                    totals = accumulate(tl.interleave(low, high), totals, COMPENSATED, EXACT_SQUARE)
+                else:
+                    totals = accumulate(low, totals, COMPENSATED, EXACT_SQUARE)
+                    totals = accumulate(high, totals, COMPENSATED, EXACT_SQUARE)
             else:
                 totals = accumulate(word.to(NARROW), totals, COMPENSATED, EXACT_SQUARE)
         words += UNROLL * LANES
@@ -199,7 +195,7 @@ def _moments_kernel(
     none = tl.zeros((), tl.float64)
     chunk_nonfinite, chunk_nan, chunk_posinf = none, none, none
     if COMPENSATED:
-        chunk_sumsq, chunk_total = _joined(totals[2:5]), _joined(totals[5:8])
+        chunk_sumsq, chunk_total = joined(totals[2]), joined(totals[3])
         # each square lost at most 2**-149, which matters only in a chunk of tiny elements
         again = (chunk_sumsq < n.to(tl.float64) * LEAST_SQUARE) & (chunk_top > 0)
         again = again | (is_finite(chunk_sumsq) == 0)
@@ -267,6 +263,6 @@ def moments(
         UNROLL=unroll,
         # without fingerprints, reading ahead costs more than it saves
         STAGES=1 if fingerprints is None else tuning.stages(partials.device),
-        COMPENSATED=compensated,
+        COMPENSATED=threads if compensated else 0,
         **tuning.options(threads, registers, partials.device),
     )

@@ -3,7 +3,7 @@
 For a chunk: the `PAIR_PARTIALS` of b, of a later a, of u = a - b and of g, in fp64; see
 `gradiometer.columns.pairs`. The main loop has no mask and no check for NaN or Inf. fp64 holds the squares of
 all differences of narrower formats, so a chunk whose sums are finite has no NaN or Inf; any other chunk is
-read again. On GPUs with few fp64 units the arithmetic, rather than memory, limits this kernel.
+read again. On GPUs with few fp64 units the sums are compensated ones of fp32 numbers.
 """
 
 import torch
@@ -12,6 +12,8 @@ import triton.language as tl
 
 from gradiometer.columns import PAIRS as SCHEMA
 from gradiometer.kernels import tuning
+from gradiometer.kernels.compensated import LEAST_SQUARE
+from gradiometer.kernels.pair_totals import add, add_compensated, compensated_sums, sums_of
 from gradiometer.kernels.primitives import DTYPES, WORDS, halves, is_finite, merge_chunks, row_of
 
 # all columns but numel, in their order; the last is a maximum
@@ -47,30 +49,6 @@ def _same(word_a, word_b, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _add(a, b, g, same, totals, HAS_G: tl.constexpr):
-    """Add a tile to the lane-wise totals, in the order of PAIR_PARTIALS without NaN and Inf; top first."""
-    top, sumsq_a, sumsq_b, dot_ab, sumsq_u, sum_u, unchanged, sumsq_g, dot_ug, nonzero, stuck = totals
-    wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
-    u = wide_a - wide_b
-    sumsq_a = tl.fma(wide_a, wide_a, sumsq_a)
-    sumsq_b = tl.fma(wide_b, wide_b, sumsq_b)
-    dot_ab = tl.fma(wide_a, wide_b, dot_ab)
-    sumsq_u = tl.fma(u, u, sumsq_u)
-    sum_u += u
-    top = tl.maximum(top, tl.abs(u))
-    # counts in fp32 are exact up to 2**24, and cost an instruction less than in integers
-    unchanged += tl.where(same, 1.0, 0.0)
-    if HAS_G:
-        wide_g = g.to(tl.float64)
-        sumsq_g = tl.fma(wide_g, wide_g, sumsq_g)
-        dot_ug = tl.fma(u, wide_g, dot_ug)
-        one = tl.where(g != 0, 1.0, 0.0)
-        nonzero += one
-        stuck += tl.where(same, one, 0.0)
-    return top, sumsq_a, sumsq_b, dot_ab, sumsq_u, sum_u, unchanged, sumsq_g, dot_ug, nonzero, stuck
-
-
-@triton.jit
 def _read_again(
     base_a, base_b, base_g, n, A: tl.constexpr, B: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr
 ):
@@ -102,33 +80,14 @@ def _read_again(
             few = finite & is_finite(g)
             kept = tl.where(few, g, 0.0)
             odd = one - tl.where(kept != 0, 1.0, 0.0)
-            totals = _add(a, b, kept, same, totals, True)
+            totals = add(a, b, kept, same, totals, True)
             top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = totals
             nonzero += odd
             stuck += tl.where(same, odd, 0.0)
             totals = top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck
         else:
-            totals = _add(a, b, g, same, totals, False)
+            totals = add(a, b, g, same, totals, False)
     return totals, tl.sum(nan).to(tl.float64), tl.sum(posinf).to(tl.float64), tl.sum(neginf).to(tl.float64)
-
-
-@triton.jit
-def _sums(totals):
-    """Return the totals of all lanes."""
-    top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = totals
-    return (
-        tl.max(top),
-        tl.sum(saa),
-        tl.sum(sbb),
-        tl.sum(sab),
-        tl.sum(suu),
-        tl.sum(su),
-        tl.sum(unchanged.to(tl.float64)),
-        tl.sum(sgg),
-        tl.sum(sug),
-        tl.sum(nonzero.to(tl.float64)),
-        tl.sum(stuck.to(tl.float64)),
-    )
 
 
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
@@ -151,6 +110,9 @@ def _pairs_kernel(
     TILE: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
+    COMPENSATED: tl.constexpr,  # the lanes of compensated totals, one a thread; 0 for fp64
+    # not a global constant, see finalize.py
+    LEAST_SQUARE: tl.constexpr = LEAST_SQUARE,
 ):
     chunk = first_chunk + tl.program_id(0)
     row = row_of(chunk, table_ptr, num_tensors)
@@ -172,9 +134,15 @@ def _pairs_kernel(
     WORD_A: tl.constexpr = tl.int32 if PAIRS else BITS_A
     WORD_B: tl.constexpr = tl.int32 if PAIRS else BITS_B
     lanes = tl.arange(0, LANES)
-    wide = tl.zeros((LANES,), tl.float64)
-    none = tl.zeros((LANES,), tl.float32)
-    totals = wide, wide, wide, wide, wide, wide, none, wide, wide, none, none
+    EXACT_PRODUCT: tl.constexpr = SIZE_A == 2 and SIZE_B == 2 and SIZE_G <= 2
+    if COMPENSATED:
+        none = tl.zeros((COMPENSATED,), tl.float32)
+        sum3 = none, none, none
+        totals = (none, none), sum3, sum3, sum3, sum3, sum3, none, sum3, sum3, none, none, none, none
+    else:
+        wide = tl.zeros((LANES,), tl.float64)
+        none = tl.zeros((LANES,), tl.float32)
+        totals = wide, wide, wide, wide, wide, wide, none, wide, wide, none, none  # type: ignore[assignment]
     base_a, base_b = at_a.to(tl.pointer_type(BITS_A)), at_b.to(tl.pointer_type(BITS_B))
     base_g = base_a if G is None else at_g.to(tl.pointer_type(BITS_G))
 
@@ -205,12 +173,25 @@ def _pairs_kernel(
                 low_b, high_b = halves(word_b, A)
                 low_g, high_g = halves(word_g, A)
                 other = word_a ^ word_b
-                totals = _add(low_a, low_b, low_g, (other & 0xFFFF) == 0, totals, G is not None)
-                totals = _add(high_a, high_b, high_g, (other & -65536) == 0, totals, G is not None)
+                if COMPENSATED:
+                    a, b, g = (
+                        tl.interleave(low_a, high_a),
+                        tl.interleave(low_b, high_b),
+                        tl.interleave(low_g, high_g),
+                    )
+                    same = tl.interleave((other & 0xFFFF) == 0, (other & -65536) == 0)
+                    totals = add_compensated(a, b, g, same, totals, EXACT_PRODUCT, G is not None)
+                else:
+                    totals = add(low_a, low_b, low_g, (other & 0xFFFF) == 0, totals, G is not None)
+                    totals = add(high_a, high_b, high_g, (other & -65536) == 0, totals, G is not None)
             else:
                 a, b = _number(word_a, A), _number(word_b, B)
                 g = a if G is None else _number(word_g, G)
-                totals = _add(a, b, g, _same(word_a, word_b, A, B), totals, G is not None)
+                same = _same(word_a, word_b, A, B)
+                if COMPENSATED:
+                    totals = add_compensated(a, b, g, same, totals, EXACT_PRODUCT, G is not None)
+                else:
+                    totals = add(a, b, g, same, totals, G is not None)
         ptr_a += UNROLL * LANES
         ptr_b += UNROLL * LANES
         if G is not None:
@@ -228,15 +209,24 @@ def _pairs_kernel(
         g = a
         if G is not None:
             g = _number(tl.load(base_g + place, mask=mask, other=0), G)
-        totals = _add(a, b, g, _same(word_a, word_b, A, B) & mask, totals, G is not None)
+        same = _same(word_a, word_b, A, B) & mask
+        if COMPENSATED:
+            totals = add_compensated(a, b, g, same, totals, EXACT_PRODUCT, G is not None)
+        else:
+            totals = add(a, b, g, same, totals, G is not None)
 
-    top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = _sums(totals)
+    if COMPENSATED:
+        sums, must_read = compensated_sums(totals, n, LEAST_SQUARE)
+        top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = sums
+    else:
+        top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = sums_of(totals)
+        must_read = is_finite(suu + sgg) == 0
     nan = tl.zeros((), tl.float64)
     posinf, neginf = nan, nan
-    if is_finite(suu + sgg) == 0:
+    if must_read:
         # fewer lanes, or their totals would take registers from the main loop
         again, nan, posinf, neginf = _read_again(base_a, base_b, base_g, n, A, B, G, LANES // 2)
-        top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = _sums(again)
+        top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = sums_of(again)
 
     # the order of PAIR_PARTIALS
     out = partials_ptr + chunk
@@ -298,6 +288,9 @@ def pairs(
     a, b, g = (*dtypes, None)[:3]
     sizes = [0 if dtype is None else dtype.itemsize for dtype in (a, b, g)]
     tile, unroll, threads, registers = tuning.PAIRS[max(sizes), g is not None]
+    compensated = torch.float64 not in dtypes and tuning.has_few_fp64_units(partials.device)
+    if compensated:
+        registers = tuning.COMPENSATED_REGISTERS
     _pairs_kernel[(num_chunks,)](
         pointers,
         table,
@@ -317,6 +310,7 @@ def pairs(
         TILE=tile,
         UNROLL=unroll,
         STAGES=tuning.stages(partials.device),
+        COMPENSATED=threads if compensated else 0,
         **tuning.options(threads, registers, partials.device),
     )
 

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from gradiometer.columns import TENSORS, Cursor
 from gradiometer.kernels import tuning
+from gradiometer.kernels.compensated import add_counts, add_product, add_tile, larger
 
 DTYPES: dict[Any, Any] = {
     torch.float64: tl.float64,
@@ -101,47 +102,28 @@ def halves(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def two_sum(a, b):
-    """Return ``a + b``, rounded, and the rounding error, which is exact (Knuth)."""
-    total = a + b
-    other = total - a
-    return total, (a - (total - other)) + (b - other)
-
-
-@triton.jit
 def accumulate(x, totals, COMPENSATED: tl.constexpr, EXACT_SQUARE: tl.constexpr):
-    """Add a tile to lane-wise totals: sum of squares, sum, largest |x|, count of zeros.
+    """Add a tile to lane-wise totals: largest |x|, count of zeros, sum of squares, sum.
 
-    Both sums are fp64, or, if COMPENSATED, of three fp32 numbers each: SumK with K = 3 of Ogita, Rump and
-    Oishi, "Accurate sum and dot product", 2005. EXACT_SQUARE: fp32 holds the square of each x.
+    Both sums are fp64, or, if COMPENSATED, fp32 totals, which may have fewer lanes. EXACT_SQUARE: fp32 holds
+    the square of each x.
     """
+    top, zeros, sumsq, total = totals
     if COMPENSATED:
-        top, zeros, sumsq, sumsq_mid, sumsq_low, total, total_mid, total_low = totals
-        square = x * x
-        sumsq, error = two_sum(sumsq, square)
-        sumsq_mid, error = two_sum(sumsq_mid, error)
-        sumsq_low += error
-        if not EXACT_SQUARE:
-            sumsq_mid, error = two_sum(sumsq_mid, tl.fma(x, x, -square))
-            sumsq_low += error
-        total, error = two_sum(total, x)
-        total_mid, error = two_sum(total_mid, error)
-        total_low += error
+        sumsq = add_product(sumsq, x, x, EXACT_SQUARE)
+        total = add_tile(total, x, None)
+        top = larger(top, tl.abs(x))
+        zeros = add_counts(zeros, tl.where(x == 0, 1.0, 0.0))
     else:
-        top, zeros, sumsq, total = totals
         wide = x.to(tl.float64)
         # the square of an fp32, bf16 or fp16 value is exact in fp64: fused or not, the bits are the same
         sumsq = tl.fma(wide, wide, sumsq)
         total += wide
-    # the maximum drops NaN: a chunk that holds one is read again
-    top = tl.maximum(top, tl.abs(x))
-    # count in fp32, exact up to 2**24: a comparison and an addition, one instruction less than in integers
-    zeros += tl.where(x == 0, 1.0, 0.0)
-    if COMPENSATED:
-        totals = top, zeros, sumsq, sumsq_mid, sumsq_low, total, total_mid, total_low
-    else:
-        totals = top, zeros, sumsq, total
-    return totals
+        # the maximum drops NaN: a chunk that holds one is read again
+        top = tl.maximum(top, tl.abs(x))
+        # counts in fp32 are exact up to 2**24, and cost an instruction less than in integers
+        zeros += tl.where(x == 0, 1.0, 0.0)
+    return top, zeros, sumsq, total
 
 
 def merge_chunks(

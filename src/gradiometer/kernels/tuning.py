@@ -9,9 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-# compute capabilities with 2 fp64 units per multiprocessor, beside 64 or 128 for fp32 (NVIDIA, CUDA C++
-# Programming Guide, table "Throughput of Native Arithmetic Instructions")
-FEW_FP64_UNITS: Final = {(7, 5), (8, 6), (8, 7), (8, 9), (10, 3), (12, 0), (12, 1)}
+from gradiometer import fp64_rates
 
 # elements per program of kernels that read lists, if a tensor has at most MAX_CHUNKS such chunks
 CHUNK: Final = 2**15
@@ -53,8 +51,9 @@ MERGED_PROGRAMS: Final = 2**8
 # additional, for the sums of a fingerprint
 FINGERPRINT_REGISTERS: Final = 8
 
-# with compensation a lane has four more totals; arithmetic, rather than occupancy, hides the latency of loads
-COMPENSATED_REGISTERS: Final = 160
+# of kernels with compensated sums: three blocks of 128 threads share the registers of a multiprocessor. A
+# thread has the terms of several elements at once, and their arithmetic hides the latency of loads
+COMPENSATED_REGISTERS: Final = 168
 
 
 class Tiles(NamedTuple):
@@ -101,7 +100,9 @@ SCALE: Final = {
 
 def has_few_fp64_units(device: torch.device) -> bool:
     """Return whether fp64 arithmetic, rather than memory, would limit the main loop on this device."""
-    return device.type == "cuda" and not torch.version.hip and _capability(device) in FEW_FP64_UNITS
+    return (
+        device.type == "cuda" and not torch.version.hip and fp64_rates.has_few_fp64_units(_capability(device))
+    )
 
 
 @cache
