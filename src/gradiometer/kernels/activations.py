@@ -20,7 +20,7 @@ import triton.language as tl
 from gradiometer.columns import ACTIVATIONS, Cursor
 from gradiometer.kernels import tuning
 from gradiometer.kernels.compensated import LEAST_SQUARE, add_tile, joined, larger, square, two_product
-from gradiometer.kernels.primitives import add_to, halves, is_due, is_finite, merged
+from gradiometer.kernels.primitives import add_to, finishes_last, halves, is_due, is_finite, merged
 
 # those that merge by sum, as adjacent columns of the store do, and the channels that the program marked
 _SUMS = ("sumsq", "sum", "n_zero", "n_nan", "n_posinf", "n_neginf", "sum4", "n_marked")
@@ -293,12 +293,8 @@ def _activation_kernel(
     tl.store(out + 7 * MAX_PROGRAMS, marked.to(tl.float64))
     tl.store(out + 8 * MAX_PROGRAMS, all_top)
 
-    # all threads write before the addition, and the last program reads after it
-    tl.debug_barrier()
-    programs = tl.num_programs(0)
-    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        tl.debug_barrier()
-        values, highest = merged(partials_ptr, programs, NUM_SUMS, MERGED, MAX_PROGRAMS)
+    if finishes_last(counter_ptr):
+        values, highest = merged(partials_ptr, tl.num_programs(0), NUM_SUMS, MERGED, MAX_PROGRAMS)
         part = tl.arange(0, NUM_SUMS)
         columns = store_ptr + row.to(tl.int64) * NUM_COLUMNS
         # the others have no value but 0

@@ -1,6 +1,7 @@
 """What a tile of pairs adds to a chunk's totals, and the sums of these over all lanes.
 
-Totals are in the order of `PAIR_PARTIALS` in pairs.py without NaN and Inf, with the largest |u| first.
+Totals are in the order of `PAIR_PARTIALS` in pairs.py without NaN and Inf, with the largest |u| first; saa is
+the sum of a * a, and so on.
 """
 
 import triton
@@ -23,25 +24,25 @@ from gradiometer.kernels.primitives import is_finite
 @triton.jit
 def add(a, b, g, same, totals, HAS_G: tl.constexpr):
     """Add a tile to lane-wise totals in fp64."""
-    top, sumsq_a, sumsq_b, dot_ab, sumsq_u, sum_u, unchanged, sumsq_g, dot_ug, nonzero, stuck = totals
+    top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = totals
     wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
     u = wide_a - wide_b
-    sumsq_a = tl.fma(wide_a, wide_a, sumsq_a)
-    sumsq_b = tl.fma(wide_b, wide_b, sumsq_b)
-    dot_ab = tl.fma(wide_a, wide_b, dot_ab)
-    sumsq_u = tl.fma(u, u, sumsq_u)
-    sum_u += u
+    saa = tl.fma(wide_a, wide_a, saa)
+    sbb = tl.fma(wide_b, wide_b, sbb)
+    sab = tl.fma(wide_a, wide_b, sab)
+    suu = tl.fma(u, u, suu)
+    su += u
     top = tl.maximum(top, tl.abs(u))
     # counts in fp32 are exact up to 2**24, and cost an instruction less than in integers
     unchanged += tl.where(same, 1.0, 0.0)
     if HAS_G:
         wide_g = g.to(tl.float64)
-        sumsq_g = tl.fma(wide_g, wide_g, sumsq_g)
-        dot_ug = tl.fma(u, wide_g, dot_ug)
+        sgg = tl.fma(wide_g, wide_g, sgg)
+        sug = tl.fma(u, wide_g, sug)
         one = tl.where(g != 0, 1.0, 0.0)
         nonzero += one
         stuck += tl.where(same, one, 0.0)
-    return top, sumsq_a, sumsq_b, dot_ab, sumsq_u, sum_u, unchanged, sumsq_g, dot_ug, nonzero, stuck
+    return top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck
 
 
 @triton.jit
@@ -50,53 +51,25 @@ def add_compensated(a, b, g, same, totals, EXACT_PRODUCT: tl.constexpr, HAS_G: t
 
     The difference of a and b, u + rest, is exact. EXACT_PRODUCT: fp32 holds the products of a, b and g.
     """
-    (
-        top,
-        sumsq_a,
-        sumsq_b,
-        dot_ab,
-        sumsq_u,
-        sum_u,
-        unchanged,
-        sumsq_g,
-        dot_ug,
-        nonzero,
-        stuck,
-        top_a,
-        top_b,
-    ) = totals
+    top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck, top_a, top_b = totals
     u, rest = two_sum(a, -b)
-    sumsq_a = add_product(sumsq_a, a, a, EXACT_PRODUCT)
-    sumsq_b = add_product(sumsq_b, b, b, EXACT_PRODUCT)
-    dot_ab = add_product(dot_ab, a, b, EXACT_PRODUCT)
+    saa = add_product(saa, a, a, EXACT_PRODUCT)
+    sbb = add_product(sbb, b, b, EXACT_PRODUCT)
+    sab = add_product(sab, a, b, EXACT_PRODUCT)
     high, low = square(u, rest)
-    sumsq_u = add_tile(sumsq_u, high, low)
-    sum_u = add_tile(sum_u, u, rest)
+    suu = add_tile(suu, high, low)
+    su = add_tile(su, u, rest)
     top = largest_magnitude(top, u, rest)
     unchanged = add_counts(unchanged, tl.where(same, 1.0, 0.0))
     if HAS_G:
-        sumsq_g = add_product(sumsq_g, g, g, EXACT_PRODUCT)
+        sgg = add_product(sgg, g, g, EXACT_PRODUCT)
         high, low = two_product(u, g)
-        dot_ug = add_tile(dot_ug, high, tl.fma(rest, g, low))
+        sug = add_tile(sug, high, tl.fma(rest, g, low))
         one = tl.where(g != 0, 1.0, 0.0)
         nonzero = add_counts(nonzero, one)
         stuck = add_counts(stuck, tl.where(same, one, 0.0))
     top_a, top_b = larger(top_a, tl.abs(a)), larger(top_b, tl.abs(b))
-    return (
-        top,
-        sumsq_a,
-        sumsq_b,
-        dot_ab,
-        sumsq_u,
-        sum_u,
-        unchanged,
-        sumsq_g,
-        dot_ug,
-        nonzero,
-        stuck,
-        top_a,
-        top_b,
-    )
+    return top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck, top_a, top_b
 
 
 @triton.jit

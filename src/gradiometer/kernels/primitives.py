@@ -64,6 +64,16 @@ def add_to(pointer, value):
 
 
 @triton.jit
+def finishes_last(counter_ptr):
+    """Return whether this program is the last to call this; it can then read what all of them wrote."""
+    # all threads write before the addition, and read after it
+    tl.debug_barrier()
+    others = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    return others == tl.num_programs(0) - 1
+
+
+@triton.jit
 def merged(partials_ptr, programs, NUM_SUMS: tl.constexpr, MERGED: tl.constexpr, MAX_PROGRAMS: tl.constexpr):
     """Return the sums and the maximum over programs, of partials ``(NUM_SUMS + 1, MAX_PROGRAMS)``.
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from gradiometer.columns import ACTIVATIONS, Cursor
 from gradiometer.kernels import tuning
 from gradiometer.kernels.activations import ACTIVATION_PARTIALS
-from gradiometer.kernels.primitives import add_to, is_due, is_finite, merged
+from gradiometer.kernels.primitives import add_to, finishes_last, is_due, is_finite, merged
 
 # partials that a program reads at a time
 _BLOCK = 1024
@@ -103,12 +103,8 @@ def _merge_partials_kernel(
     tl.store(out + 7 * MAX_PROGRAMS, tl.sum(of_a_channel))
     tl.store(out + 8 * MAX_PROGRAMS, tl.max(top).to(tl.float64))
 
-    # all threads write before the addition, and the last program reads after it
-    tl.debug_barrier()
-    programs = tl.num_programs(0)
-    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        tl.debug_barrier()
-        values, highest = merged(partials_ptr, programs, NUM_SUMS, MERGED, MAX_PROGRAMS)
+    if finishes_last(counter_ptr):
+        values, highest = merged(partials_ptr, tl.num_programs(0), NUM_SUMS, MERGED, MAX_PROGRAMS)
         part = tl.arange(0, NUM_SUMS)
         is_last = part == NUM_SUMS - 1
         # a channel of zeros has numel / channels of them
