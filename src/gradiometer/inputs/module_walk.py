@@ -84,7 +84,7 @@ def planned(module: nn.Module) -> tuple[tuple[str, ...], list[Tensor]] | None:
 
 
 def plan(module: nn.Module, names: tuple[str, ...], parameters: Sequence[Tensor]) -> None:
-    """Keep a walk that finds these parameters, unless the module or a part of it has its own way."""
+    """Keep a walk that finds these parameters, unless a class of the module overrides how they are listed."""
     _walks.pop(module, None)
     if not _is_ordinary(module):
         return
