@@ -124,14 +124,22 @@ TENSORS, ELEMENTS = 150, 100_000_000
 
 MEMORY = """
 import json, resource, sys
+from pathlib import Path
 import torch
 import gradiometer as gm
 from support import home_grown
 
+def peak():
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # not ru_maxrss, which a process on Linux inherits from the one that starts it
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
 def grown(call):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     call()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
+    return peak() - before
 
 def model_of(tensors, size):
     model = torch.nn.Module()
@@ -142,8 +150,6 @@ def model_of(tensors, size):
         model.register_parameter(f"w{i}", p)
     return model
 
-# kilobytes on Linux, bytes on macOS
-unit = 1 if sys.platform == "darwin" else 1024
 calls = {
     "report": lambda model: gm.collect_grads(model).materialize(),
     "norm": gm.grad_norm,
