@@ -182,3 +182,10 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
             folder = self._trainer.args.output_dir
             checkpoint = utils.get_last_checkpoint(folder) if os.path.isdir(folder) else None  # noqa: PTH112 may be remote
         return Path(checkpoint) if checkpoint else None
+
+
+def watch(trainer: Any, **options: Any) -> MonitorCallback:
+    """Add a callback to a Trainer, and return it."""
+    callback = MonitorCallback(trainer, **options)
+    trainer.add_callback(callback)
+    return callback

@@ -164,6 +164,13 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         self._resumed = state_dict
 
 
+def watch(trainer: Any, **options: Any) -> MonitorCallback:
+    """Add a callback to a Trainer, before those that write checkpoints, and return it."""
+    callback = MonitorCallback(**options)
+    trainer.callbacks.insert(0, callback)
+    return callback
+
+
 def _lr_name(optimizers: list[Any], optimizer: Any) -> str:
     """Return ``lr`` for the first optimizer, ``lr_1`` for the second."""
     index = next((i for i, other in enumerate(optimizers) if other is optimizer), 0)

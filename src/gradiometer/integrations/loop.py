@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, overload
 
 import torch
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("gradiometer")
 _NOT_COMPILED: Final = "gm.watch records a step in optimizer.step(): use gm.Monitor in a fullgraph step"
-_TRAINERS: Final = {"transformers": "huggingface", "lightning": "lightning", "pytorch_lightning": "lightning"}
+# the class of a trainer, by the package that defines it -> the module here that watches it, by its `watch`
+_TRAINERS: Final = {
+    ("transformers", "Trainer"): "huggingface",
+    ("lightning", "Trainer"): "lightning",
+    ("pytorch_lightning", "Trainer"): "lightning",
+}
 
 
 @overload
@@ -98,12 +104,13 @@ def watch(
     >>> losses, monitor.last, monitor.last.scalars["lr"]
     ([0.0, 1.0, 2.0], <StepRecord: step 2, 2 tensors>, 0.1)
     """
-    kinds = {kind.__module__.partition(".")[0] for kind in type(model).__mro__ if kind.__name__ == "Trainer"}
-    for package in kinds & _TRAINERS.keys():
-        if optimizer is not None or scaler is not None:
-            msg = "watch: a Trainer has its own optimizer and scaler; pass only the Trainer and options"
-            raise TypeError(msg)
-        return _add_callback(model, package, options)
+    for kind in type(model).__mro__:
+        module = _TRAINERS.get((kind.__module__.partition(".")[0], kind.__name__))
+        if module is not None:
+            if optimizer is not None or scaler is not None:
+                msg = f"watch: a {kind.__name__} has its own optimizer and scaler; pass only it and options"
+                raise TypeError(msg)
+            return import_module(f"gradiometer.integrations.{module}").watch(model, **options)
     optimizers = _optimizers(optimizer)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"watch: expected scaler=torch.amp.GradScaler(...), got {type(scaler).__name__}")
@@ -121,21 +128,6 @@ def watch(
         watched = scaler.step = _WatchedStep(loop, scaler)  # type: ignore[method-assign]
         monitor.call_at_close(watched.unwrap)
     return monitor
-
-
-def _add_callback(trainer: Any, package: str, options: Mapping[str, Any]) -> Any:
-    if _TRAINERS[package] == "huggingface":
-        from gradiometer.integrations import huggingface  # noqa: PLC0415 with the framework
-
-        callback = huggingface.MonitorCallback(trainer, **options)
-        trainer.add_callback(callback)
-        return callback
-    from gradiometer.integrations import lightning  # noqa: PLC0415 likewise
-
-    callback = lightning.MonitorCallback(**options)
-    # before callbacks that write checkpoints
-    trainer.callbacks.insert(0, callback)
-    return callback
 
 
 def _optimizers(given: Any) -> list[Optimizer]:
