@@ -51,6 +51,7 @@ class ModelReader:
     def set_driver(self, driver: Driver) -> None:
         """Set who calls the monitor, and the optimizers that update the model."""
         self._driver: str = driver.name
+        self._facts = driver.facts
         self._optimizers = OptimizerReader(driver.optimizers, self._parameters)
 
     def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False) -> ModelState:
@@ -67,12 +68,18 @@ class ModelReader:
             self._optimizers.read(afresh=True)
         old = self._state
         untied = tuple([(a.name, b.name) for a, b in self._tied if a.parameter is not b.parameter])
-        quick = untied, self._grad_writes(optimizers), has_loss_scale, self._driver
-        before = old.untied, old.grad_writes, old.has_loss_scale, old.driver
+        quick: dict[str, Any] = {
+            "untied": untied,
+            "grad_writes": self._grad_writes(optimizers),
+            "has_loss_scale": has_loss_scale,
+            "driver": self._driver,
+            **vars(self._facts),
+        }
+        before = {name: getattr(old, name) for name in quick}
         if afresh or modes != self._modes or quick != before:
             self._modes = modes
             requires = tuple([parameter.requires_grad for parameter in self._parameters])
-            state = ModelState(requires, old.reached, self._evaluating(modes), *quick, optimizers)
+            state = ModelState(requires, old.reached, self._evaluating(modes), optimizers=optimizers, **quick)
             if state.__dict__ != old.__dict__:
                 self._state = state
         elif optimizers is not old.optimizers:

@@ -6,7 +6,7 @@ holds them on the host. Nothing here starts a thread, accesses a disk or judges 
 
 from gradiometer.recorder.catalog import Catalog, Rows
 from gradiometer.recorder.kinds import KINDS, LOSS_ORDER, Kind, described, kinds_of, label, register
-from gradiometer.recorder.model_state import Driver, ModelState, OptimizerState, master_copies
+from gradiometer.recorder.model_state import Driver, LoopFacts, ModelState, OptimizerState
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.settings import check_integer
 from gradiometer.recorder.step_record import RunInfo, StepRecord
@@ -19,6 +19,7 @@ __all__ = [
     "Catalog",
     "Driver",
     "Kind",
+    "LoopFacts",
     "ModelState",
     "OptimizerState",
     "Recorder",
@@ -31,6 +32,5 @@ __all__ = [
     "described",
     "kinds_of",
     "label",
-    "master_copies",
     "register",
 ]

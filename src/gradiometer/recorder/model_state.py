@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
     from torch.optim import Optimizer
+
+
+@dataclass(eq=False)
+class LoopFacts:
+    """What `gradiometer.watch` has seen of the training loop in the current step.
+
+    Attributes:
+        changed_gradients: whether something that was not observed has changed gradients between the end of
+            ``backward()`` and ``optimizer.step()``.
+        has_master_updates: whether the updates of some parameters are those of their master weights.
+    """
+
+    changed_gradients: bool = False
+    has_master_updates: bool = False
 
 
 @dataclass(frozen=True)
@@ -25,10 +36,12 @@ class Driver:
         name: ``"loop"`` for `gradiometer.Monitor.record` and `gradiometer.Monitor.advance` in your own loop,
             ``"watch"`` for the hooks of `gradiometer.watch`, ``"trainer"`` for the callback of a trainer.
         optimizers: the optimizers; empty if they are not known.
+        facts: what it sees of the loop; it writes them before each step ends.
     """
 
     name: Literal["loop", "watch", "trainer"] = "loop"
     optimizers: tuple[Optimizer, ...] = ()
+    facts: LoopFacts = field(default_factory=LoopFacts)
 
 
 @dataclass(frozen=True)
@@ -118,6 +131,8 @@ class ModelState:
         has_loss_scale: whether gradients have a loss scale: ``record`` was called with ``inv_scale``.
         driver: the name of the `Driver`.
         optimizers: what its optimizers hold; None if they are not known.
+        changed_gradients: see `LoopFacts`.
+        has_master_updates: see `LoopFacts`.
     """
 
     requires_grad: tuple[bool, ...]
@@ -128,22 +143,5 @@ class ModelState:
     has_loss_scale: bool = False
     driver: str = "loop"
     optimizers: OptimizerState | None = None
-
-
-def master_copies(others: Iterable[Tensor], parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters of which there is a copy among others: of the same shape, and in a wider dtype.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1).bfloat16()
-    >>> len(master_copies([layer.weight.detach().float()], layer.parameters()))
-    1
-    """
-    copies = Counter([(p.shape, p.element_size()) for p in others if p.is_floating_point()])
-    found = []
-    for parameter in parameters:
-        size = parameter.element_size()
-        wider = [key for key, n in copies.items() if n and key[0] == parameter.shape and key[1] > size]
-        if wider and parameter.is_floating_point():
-            found.append(parameter)
-            copies[wider[0]] -= 1
-    return found
+    changed_gradients: bool = False
+    has_master_updates: bool = False
