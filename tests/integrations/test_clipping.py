@@ -142,6 +142,22 @@ def test_a_norm_after_each_micro_batch_does_not_hide_the_later_ones():
     assert sink.totals == pytest.approx(norms)
 
 
+def test_a_norm_after_the_step_records_nothing():
+    model, sink, norms = model_of(), Sink(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gm.watch(model, optimizer, sinks=[sink], rules=()) as monitor:
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            LOSS(model(x), y).backward()
+            norms.append(norm(model.parameters()))
+            early_clip(model.parameters(), LIMIT)
+            optimizer.step()
+            nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert (monitor.failures, sink.steps) == ({}, [0, 1, 2])
+    assert sink.totals == pytest.approx(norms)
+
+
 def test_a_clip_of_a_part_is_recorded_before_it_and_the_rest_before_the_step():
     model, sink, expected = model_of(), Sink(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

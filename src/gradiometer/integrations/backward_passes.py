@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from torch import Tensor
 
@@ -46,6 +46,10 @@ class BackwardPasses:
             self._remove.pop()()
         self._seen.clear()
 
+    def counted(self) -> list[Tensor]:
+        """Return the parameters whose backward passes are counted, and of which one was seen."""
+        return [p for p, seen in self._seen.items() if seen.passes]
+
     def count(self, parameter: Tensor) -> int:
         """Return how many backward passes wrote this gradient; 0 if that is not known."""
         seen = self._seen.get(parameter)
@@ -61,11 +65,10 @@ class BackwardPasses:
             return False
         return id(grad) != seen.grad or grad._version not in {seen.version, seen.version + writes}  # noqa: SLF001
 
-    def note(self, parameters: Iterable[Tensor]) -> None:
+    def note(self, parameters: Collection[Tensor]) -> None:
         """Take the gradients of these parameters as they are now."""
-        for parameter in parameters:
-            seen = self._seen.get(parameter)
-            if seen is not None:
+        for parameter, seen in self._seen.items():
+            if parameter in parameters:
                 seen.note()
 
     def _after_accumulation(self, parameter: Tensor) -> None:

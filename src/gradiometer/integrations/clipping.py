@@ -16,7 +16,7 @@ from gradiometer.control import clip_begins, clip_ended, observers
 from gradiometer.inputs import is_dtensor, is_partial
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gradiometer.control import Clip, ClipObserver
     from gradiometer.integrations.backward_passes import BackwardPasses
@@ -148,17 +148,21 @@ class ClippedGradients:
         self._named, self._passes, self._record, self._note = named, passes, record, note
         self._attempt = attempt
         self._measured: list[_Measured] = []
+        # the gradients that each optimizer has used last
+        self._used: dict[int, _Measured] = {}
         self._clips = 0
 
     def measured(self) -> set[str]:
         """Return the names of the gradients that were measured since the last backward pass."""
-        self._measured = [each for each in self._measured if all(map(self._is_current, each.seen))]
+        self._measured = [each for each in self._measured if self._are_current(each)]
         return {name for each in self._measured for name in each.names}
 
-    def end(self, names: Collection[str], *, is_last: bool) -> None:
+    def end(self, index: int, part: Sequence[tuple[str, Tensor]], *, is_last: bool) -> None:
         """Forget the gradients that an optimizer has used; with ``is_last``, begin the next step."""
+        names, parameters = [name for name, _ in part], [p for _, p in part]
         left = [each._replace(names=each.names.difference(names)) for each in self._measured]
         self._measured = [each for each in left if each.names]
+        self._used[index] = self._state(names, parameters)
         if is_last:
             self._clips = 0
 
@@ -199,24 +203,32 @@ class ClippedGradients:
 
     def _measure(self, parameters: Sequence[Tensor]) -> None:
         known = self.measured()
+        # such as for a norm that is computed after the step
+        known |= {name for each in self._used.values() if self._are_current(each) for name in each.names}
         # a parameter may be given twice
         pairs = [(self._named[p], p) for p in dict.fromkeys(parameters) if self._named[p] not in known]
         if pairs:
             self._record(pairs)
             tensors = [p for _, p in pairs]
-            # one of each param group; without any, the version counters of some have to do
-            counted = [p for p in tensors if self._passes.count(p)] or [tensors[0], tensors[-1]]
-            names = frozenset([name for name, _ in pairs])
-            self._measured.append(_Measured(names, [self._now(p) for p in counted]))
+            self._measured.append(self._state([name for name, _ in pairs], tensors))
+
+    def _state(self, names: Iterable[str], parameters: Sequence[Tensor]) -> _Measured:
+        # one of each param group; without any, the version counters of some have to do
+        asked = set(parameters)
+        counted = [p for p in self._passes.counted() if p in asked] or [*parameters[:1], *parameters[-1:]]
+        return _Measured(frozenset(names), [self._now(p) for p in counted])
 
     def _now(self, parameter: Tensor) -> tuple[Tensor, int, int, int]:
         grad = parameter.grad
         version = -1 if grad is None else grad._version  # noqa: SLF001
         return parameter, id(grad), version, self._passes.count(parameter)
 
-    def _is_current(self, seen: tuple[Tensor, int, int, int]) -> bool:
-        """Return whether no backward pass has changed this gradient, nor has it been replaced."""
-        parameter, grad, version, count = seen
-        _, grad_now, version_now, count_now = self._now(parameter)
-        # without a count, any change may be a backward pass
-        return grad == grad_now and count == count_now and (count > 0 or version == version_now)
+    def _are_current(self, measured: _Measured) -> bool:
+        """Return whether no backward pass has changed these gradients, and none was replaced."""
+        for parameter, *before in measured.seen:
+            _, *now = self._now(parameter)
+            grad, version, count = (a == b for a, b in zip(before, now, strict=True))
+            # without a count, any change may be a backward pass
+            if not (grad and count and (version or before[2] > 0)):
+                return False
+        return True

@@ -319,7 +319,7 @@ class _Loop:
             # now: the loop may change its weights before the others step
             self._monitor.record_updates(index)
         is_last = optimizer is self.optimizers[-1]
-        self._clipped.end([name for name, _ in self._parts[index]], is_last=is_last)
+        self._clipped.end(index, self._parts[index], is_last=is_last)
         if not is_last:
             return
         rates = [each.param_groups[0].get("lr") for each in self.optimizers]
