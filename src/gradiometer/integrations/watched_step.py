@@ -24,8 +24,13 @@ class WatchedStep:
         """Make the call that watches the step."""
         return self._step(*args, **kwargs) if self._call is None else self._call(self._step, *args, **kwargs)
 
+    @property
+    def __func__(self) -> Any:
+        """The step: learning rate schedulers ask a method for its function, and bind it again."""
+        return self
+
     def __get__(self, instance: Any, owner: Any) -> Any:
-        """Return the step, which is bound already: learning rate schedulers bind it again."""
+        """Return the step, which is bound already."""
         return self
 
     def __reduce__(self) -> Any:
