@@ -16,7 +16,7 @@ from gradiometer.control import clip_begins, clip_ended, observers
 from gradiometer.inputs import is_dtensor, is_partial
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from gradiometer.control import Clip, ClipObserver
     from gradiometer.integrations.backward_passes import BackwardPasses
@@ -130,7 +130,7 @@ class ClippedGradients:
     """Records gradients right before they are clipped, for a watch.
 
     Args:
-        named: the names of the tensors whose gradients an optimizer uses.
+        parts: for each optimizer, its tensors by name; with master weights, a name has two tensors.
         passes: counts the backward passes.
         record: measures these gradients into the current step.
         note: keeps scalars for the current step.
@@ -139,14 +139,15 @@ class ClippedGradients:
 
     def __init__(
         self,
-        named: Mapping[Tensor, str],
+        parts: Sequence[Sequence[tuple[str, Tensor]]],
         passes: BackwardPasses,
         record: Callable[[list[tuple[str, Tensor]]], None],
         note: Callable[..., None],
         attempt: Callable[..., None],
     ) -> None:
-        self._named, self._passes, self._record, self._note = named, passes, record, note
-        self._attempt = attempt
+        self._named = {p: name for part in parts for name, p in part}
+        self._parts = [(frozenset([name for name, _ in part]), {p for _, p in part}) for part in parts]
+        self._passes, self._record, self._note, self._attempt = passes, record, note, attempt
         self._measured: list[_Measured] = []
         # the gradients that each optimizer has used last
         self._used: dict[int, _Measured] = {}
@@ -157,10 +158,14 @@ class ClippedGradients:
         self._measured = [each for each in self._measured if self._are_current(each)]
         return {name for each in self._measured for name in each.names}
 
-    def end(self, index: int, part: Sequence[tuple[str, Tensor]], *, is_last: bool) -> None:
+    def note_measured(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        """Remember that these gradients were measured."""
+        self._measured.append(self._state(frozenset([name for name, _ in pairs]), {p for _, p in pairs}))
+
+    def end(self, index: int, *, is_last: bool) -> None:
         """Forget the gradients that an optimizer has used; with ``is_last``, begin the next step."""
-        names, parameters = [name for name, _ in part], [p for _, p in part]
-        left = [each._replace(names=each.names.difference(names)) for each in self._measured]
+        names, parameters = self._parts[index]
+        left = [each._replace(names=each.names - names) for each in self._measured]
         self._measured = [each for each in left if each.names]
         self._used[index] = self._state(names, parameters)
         if is_last:
@@ -209,14 +214,14 @@ class ClippedGradients:
         pairs = [(self._named[p], p) for p in dict.fromkeys(parameters) if self._named[p] not in known]
         if pairs:
             self._record(pairs)
-            tensors = [p for _, p in pairs]
-            self._measured.append(self._state([name for name, _ in pairs], tensors))
+            self.note_measured(pairs)
 
-    def _state(self, names: Iterable[str], parameters: Sequence[Tensor]) -> _Measured:
-        # one of each param group; without any, the version counters of some have to do
-        asked = set(parameters)
-        counted = [p for p in self._passes.counted() if p in asked] or [*parameters[:1], *parameters[-1:]]
-        return _Measured(frozenset(names), [self._now(p) for p in counted])
+    def _state(self, names: frozenset[str], parameters: set[Tensor]) -> _Measured:
+        # one of each param group; without any, the version counter of one has to do
+        seen = [p for p in self._passes.counted() if p in parameters]
+        if not seen:
+            seen = [p for p in parameters if p.grad is not None][:1]
+        return _Measured(names, [self._now(p) for p in seen])
 
     def _now(self, parameter: Tensor) -> tuple[Tensor, int, int, int]:
         grad = parameter.grad
@@ -231,4 +236,4 @@ class ClippedGradients:
             # without a count, any change may be a backward pass
             if not (grad and count and (version or before[2] > 0)):
                 return False
-        return True
+        return bool(measured.seen)

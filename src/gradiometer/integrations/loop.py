@@ -67,15 +67,20 @@ def watch(
     that it is about to use, and ends the step after the update, with the learning rate of the first parameter
     group. `Monitor.note` adds the loss. Do not call `Monitor.record` and `Monitor.advance` yourself.
 
-    * Gradients are those that the optimizer uses: accumulated, and after clipping. To record them before
-      they are clipped, use a `Monitor` without ``watch``.
+    * Gradients are those that the optimizer uses: accumulated, and as they are before they are clipped by
+      `torch.nn.utils.clip_grad_norm_` or gradiometer's own functions, whose limit and factor are recorded as
+      ``clip_max_norm`` and ``clip_factor``. After another change, such as clipping by value, the changed
+      gradients are recorded, and the finding ``changed_gradients`` says so.
     * With a GradScaler, pass ``scaler``: gradients are recorded unscaled, and steps that it skips are
       recorded and marked. Without it, skipped steps are missing.
     * With a closure, as for LBFGS, the gradients of its last evaluation are recorded.
     * With several optimizers, each records its own parameters, and the last one in the list ends the step,
       with ``lr``, ``lr_1``, …
-    * If the optimizer holds master weights, copies of the parameters in a wider dtype, the gradients of the
-      model's own parameters are recorded: keep them until ``optimizer.step()``.
+    * If the optimizer holds master weights, copies of the parameters in a wider dtype, their gradients and
+      updates are recorded, under the names of the parameters. Without gradients of their own when it steps,
+      those of the model's parameters are.
+    * A wrapper of an optimizer, such as Accelerate's, Opacus' or schedulefree's, is passed as it is: the
+      gradients are those that the optimizer inside uses, and an update is what the wrapper's step does.
     * The model and ``optimizer.step`` may be compiled; the monitor breaks the graph of the latter. In a step
       that is one graph, use a `Monitor`.
 
@@ -93,9 +98,9 @@ def watch(
         callback: ``callback.monitor`` is the monitor of the current or last run.
 
     Raises:
-        TypeError: for an object that is not an optimizer, or an unknown option.
-        ValueError: for an optimizer that holds neither parameters of the model nor their master weights, and
-            as for `Monitor`.
+        TypeError: for an object that is not an optimizer, a wrapper of several, or an unknown option.
+        ValueError: for an optimizer that holds neither parameters of the model nor copies of them that are
+            equal in the parameters' dtype, and as for `Monitor`.
 
     >>> import torch, gradiometer as gm
     >>> model, losses = torch.nn.Linear(2, 1), []
@@ -164,10 +169,8 @@ class _Loop:
         of_each = zip(self.optimizers, parts, strict=True)
         self._sentinels = [one_of_each_group(optimizer, part, masters) for optimizer, part in of_each]
         self._passes = BackwardPasses([p for each in self._sentinels for _, p in each])
-        named = {p: name for part in parts for name, p in part} | {p: name for name, p in masters.items()}
-        self._clipped = ClippedGradients(
-            named, self._passes, self._measure_named, monitor.note, self._attempt
-        )
+        used = [[*part, *((name, masters[name]) for name, _ in part if name in masters)] for part in parts]
+        self._clipped = ClippedGradients(used, self._passes, self._measure_named, monitor.note, self._attempt)
         # an optimizer's hooks may be traced
         self._record_outside = torch.compiler.disable(self._record, reason=_NOT_COMPILED)
         self._look_outside = torch.compiler.disable(partial(self._attempt, self._look), reason=_NOT_COMPILED)
@@ -319,7 +322,7 @@ class _Loop:
             # now: the loop may change its weights before the others step
             self._monitor.record_updates(index)
         is_last = optimizer is self.optimizers[-1]
-        self._clipped.end(index, self._parts[index], is_last=is_last)
+        self._clipped.end(index, is_last=is_last)
         if not is_last:
             return
         rates = [each.param_groups[0].get("lr") for each in self.optimizers]
