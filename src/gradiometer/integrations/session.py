@@ -254,6 +254,13 @@ class Session:
             scalars, self._scalars = self._scalars, {}
             self.monitor.advance(**scalars)
 
+    def total_norm(self) -> Tensor | None:
+        """Return the total norm of the step's gradients, 0-d on the device; None if this rank has no such."""
+        if not self._measured or self.monitor is None or self.monitor.step % self.monitor.every:
+            return None
+        # DTensors: the ring has the shards of this rank
+        return None if any(is_dtensor(type(p)) for p in self._names) else self.monitor.total_norm()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the monitor's state; empty if nothing is watched or on an error.
 
