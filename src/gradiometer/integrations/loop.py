@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from gradiometer.control import inverse_scale, is_still_scaled
 from gradiometer.inputs import tracked_parameters
 from gradiometer.integrations.session import collect_part
+from gradiometer.integrations.unsupported import refuse
 from gradiometer.monitor import Monitor, raise_of_handlers
 from gradiometer.recorder import Driver, master_copies
 from gradiometer.terminal import one_line
@@ -29,6 +30,7 @@ _NOT_COMPILED: Final = "gm.watch records a step in optimizer.step(): use gm.Moni
 # the class of a trainer, by the package that defines it -> the module here that watches it, by its `watch`
 _TRAINERS: Final = {
     ("transformers", "Trainer"): "huggingface",
+    ("accelerate", "Accelerator"): "accelerate",
     ("lightning", "Trainer"): "lightning",
     ("pytorch_lightning", "Trainer"): "lightning",
 }
@@ -111,6 +113,7 @@ def watch(
                 msg = f"watch: a {kind.__name__} has its own optimizer and scaler; pass only it and options"
                 raise TypeError(msg)
             return import_module(f"gradiometer.integrations.{module}").watch(model, **options)
+    refuse(model, optimizer, options.get("ranks", True))
     optimizers = _optimizers(optimizer)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"watch: expected scaler=torch.amp.GradScaler(...), got {type(scaler).__name__}")
