@@ -678,3 +678,24 @@ def test_a_compiled_manual_step_does_not_trace_the_callback(tmp_path, monkeypatc
     assert graphs == [True] * 4
     assert traced == [False] * 4
     assert sink.scalars("loss") == sink.scalars("train_loss")
+
+
+def test_fabric_needs_nothing_but_what_it_has_set_up():
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    torch.manual_seed(0)
+    module = nn.Linear(2, 1)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    sink, norms = Sink(), []
+    with pytest.raises(TypeError, match=r"^watch: got Lightning Fabric, .*gm\.watch\(model, optimizer\)"):
+        gm.watch(fabric)
+    with gm.watch(model, optimizer, rules=(), sinks=[sink]) as monitor:
+        for _ in range(3):
+            loss = model(torch.ones(1, 2)).square().sum()
+            fabric.backward(loss)
+            monitor.note(loss=loss)
+            norms.append(norm(module))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert monitor.failures == {}
+    assert sink.info.catalog.names == ("weight", "bias")
+    assert sink.totals == pytest.approx(norms, rel=1e-6)

@@ -88,5 +88,5 @@ def _start_ray(monkeypatch, folder):
 def test_the_table_says_what_is_not_seen_of_every_trainer():
     rows = [line.split("|")[1:-1] for line in text(PAGE).splitlines() if line.startswith("| ")]
     assert {len(row) for row in rows} == {4}
-    assert len(rows) == 15
+    assert len(rows) == 16
     assert len(code_of(text(PAGE))) == 7

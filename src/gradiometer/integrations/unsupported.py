@@ -71,7 +71,7 @@ _FRAMEWORKS: Final = (
         "opacus",
         "PrivacyEngine",
         "Opacus' PrivacyEngine",
-        "call gm.watch(model, optimizer.original_optimizer) with what make_private() has returned",
+        "call gm.watch(model, optimizer) with what make_private() has returned",
     ),
     _Known(
         "ray",
