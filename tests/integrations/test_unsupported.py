@@ -46,6 +46,14 @@ def test_gradients_elsewhere_are_refused():
     model.module = NET
     with pytest.raises(TypeError, match=r"wrapped by Megatron-LM: its gradients are in main_grad"):
         gm.watch(model, torch.optim.SGD(NET.parameters()))
+    # what the message says
+    net, totals = model.module, []
+    with gm.Monitor(net, rules=(), sinks=[lambda record: totals.append(record.total())]) as monitor:
+        for p in net.parameters():
+            p.main_grad = torch.ones_like(p)
+        monitor.record(gm.collect({name: p.main_grad for name, p in net.named_parameters()}))
+        monitor.advance()
+    assert totals == [3**0.5]
 
 
 def test_an_unknown_trainer_is_told_what_to_pass():

@@ -107,8 +107,9 @@ _MAIN_GRAD: Final = _Known(
     "megatron",
     "DistributedDataParallel",
     "Megatron-LM",
-    "its gradients are in main_grad, not in grad; use gm.Monitor(model), and record(gm.collect({name: "
-    "p.main_grad for name, p in model.named_parameters()})) before the optimizer's step",
+    "its gradients are in main_grad, not in grad; use gm.Monitor(net) with the model inside the wrappers, "
+    "and record(gm.collect({name: p.main_grad for name, p in net.named_parameters()})) before the "
+    "optimizer's step",
 )
 _SHARDED: Final = tuple(
     [
