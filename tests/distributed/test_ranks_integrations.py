@@ -341,6 +341,32 @@ def test_a_trainer_leaves_one_record_of_the_whole_job(ranks, alone, tmp_path, fr
         assert results[0]["losses"] != pytest.approx(results[1]["losses"], rel=CLOSE)
 
 
+def keep_norm(rank, trainer, patch):
+    """Write the norm that Lightning's loggers have at the end."""
+    import pytorch_lightning as pl
+
+    class Keeping(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            norm = trainer.callback_metrics.get("grad_norm")
+            text = "none" if norm is None else str(norm.item())
+            (Path(trainer.default_root_dir) / f"norm-{rank}").write_text(text, encoding="utf-8")
+
+    trainer.callbacks.append(Keeping())
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_logged_norm_is_that_of_the_job_or_missing(ranks, tmp_path, kind):
+    results = ranks.run(fit, tmp_path, kind, 2, (), (), keep_norm)
+    assert [result["logged"] for result in results] == [[], []]
+    norms = [(tmp_path / f"norm-{rank}").read_text(encoding="utf-8") for rank in (0, 1)]
+    if kind == "fsdp":
+        # a rank has the norm of its shards only
+        assert norms == ["none", "none"]
+    else:
+        total = read_run(tmp_path / "run").steps["total_norm"].to_pylist()[-1]
+        assert [float(norm) for norm in norms] == pytest.approx([total, total], rel=1e-6)
+
+
 # --- failures
 
 

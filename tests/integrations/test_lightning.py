@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import math
+import pickle
 import sys
 import weakref
 
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from support.watching import Counter, Sink, time_limit
+from support.watching import Counter, NoReads, Sink, time_limit
 
 pl = pytest.importorskip("pytorch_lightning")
 
@@ -306,7 +308,7 @@ def test_watch_gives_a_trainer_its_callback(tmp_path, name):
     trainer.fit(module, loader())
     assert callback in trainer.callbacks
     assert (sink.steps, callback.monitor.closed) == ([0, 1, 2, 3], True)
-    with pytest.raises(TypeError, match="a Trainer has its own optimizer and scaler"):
+    with pytest.raises(TypeError, match="the Trainer has its own optimizer and scaler"):
         gm.watch(trainer, torch.optim.SGD(module.parameters()))
 
 
@@ -515,6 +517,188 @@ def test_optimizers_that_toggle_their_parameters_have_updates_of_their_own(tmp_p
         place = sink.info.catalog.names.index(f"net.{i}.weight")
         recorded = [float(record.value("norm", "updates")[place]) for record in sink.records]
         assert recorded == pytest.approx(norms, rel=1e-4)
+
+
+class Values(pl.loggers.logger.Logger):
+    """A logger that keeps what Lightning passes to it."""
+
+    name, version = "values", 0
+
+    def __init__(self):
+        super().__init__()
+        self.logged = []
+
+    def log_metrics(self, metrics, step=None):
+        self.logged.append(metrics)
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+
+def test_what_the_module_logs_in_a_batch_is_recorded_with_its_step(tmp_path):
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss.detach() * 2, on_step=False, on_epoch=True)
+        self.log_dict({"both": torch.tensor(1.0 + batch_idx), "lr": 7.0}, on_step=True, on_epoch=True)
+        if batch_idx == 1:
+            self.log("once", 5)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 1.0)
+
+    module = make_module(training_step=training_step, validation_step=validation_step)
+    callback, sink = watching()
+    trainer = make_trainer(tmp_path, [callback], val_check_interval=1, limit_val_batches=1)
+    trainer.fit(module, loader(), loader())
+    assert callback.monitor.failures == {}
+    assert sink.scalars("train_loss") == pytest.approx([2 * loss for loss in sink.scalars("loss")], rel=1e-6)
+    assert sink.scalars("both") == [1.0, 2.0, 3.0, 4.0]
+    # the rates are those of the optimizer
+    assert sink.scalars("lr") == pytest.approx(module.lrs)
+    names = [set(record.scalars) for record in sink.records]
+    assert names == [{"loss", "lr", "train_loss", "both"} | ({"once"} if i == 1 else set()) for i in range(4)]
+    assert "log" not in vars(module)
+
+
+def test_the_loss_of_manual_optimization_is_what_the_module_logs(tmp_path):
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(loss.item())
+        self.log_dict({"train_loss": loss, "g": loss * 2})
+
+    module = make_module(training_step=training_step)
+    module.automatic_optimization = False
+    callback, sink = watching()
+    fit(module, tmp_path, [callback])
+    assert sink.scalars("loss") == sink.scalars("train_loss") == pytest.approx(module.losses, rel=1e-6)
+    assert sink.scalars("g") == pytest.approx([2 * loss for loss in module.losses], rel=1e-6)
+
+
+def test_the_logger_gets_the_norm(tmp_path):
+    module, values = make_module(), Values()
+    callback, sink = watching()
+    fit(module, tmp_path, [callback], logger=values, log_every_n_steps=1, accumulate_grad_batches=2)
+    logged = [metrics["grad_norm"] for metrics in values.logged if "grad_norm" in metrics]
+    assert logged == pytest.approx(sink.totals, rel=1e-6)
+    assert logged == pytest.approx(module.before, rel=1e-5)
+    # a run that is not watched logs nothing
+    assert len(logged) == 4
+
+
+@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_end"])
+def test_a_norm_that_the_module_logs_itself_is_left_as_it_is(tmp_path, hook):
+    def log(self, *args):
+        self.log("grad_norm", -1.0, prog_bar=True)
+
+    module, values = make_module(**{hook: log}), Values()
+    callback, sink = watching()
+    fit(module, tmp_path, [callback], logger=values, log_every_n_steps=1)
+    assert sink.steps == [0, 1, 2, 3]
+    assert {metrics["grad_norm"] for metrics in values.logged if "grad_norm" in metrics} == {-1.0}
+
+
+@pytest.mark.parametrize("options", [{"log_norm": None}, {"log_norm": "norm"}, {"every": 2}])
+def test_the_norm_is_logged_as_asked(tmp_path, options):
+    values = Values()
+    callback, sink = watching(**options)
+    fit(make_module(), tmp_path, [callback], logger=values, log_every_n_steps=1)
+    logged = {name: value for metrics in values.logged for name, value in metrics.items() if "norm" in name}
+    assert set(logged) == {options.get("log_norm", "grad_norm")} - {None}
+    if "every" in options:
+        # that of step 2, the last recorded one
+        assert logged["grad_norm"] == pytest.approx(sink.totals[2], rel=1e-6)
+
+
+def test_a_copy_of_a_watched_module_logs_for_itself(tmp_path):
+    copies = []
+
+    class Copying(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            copies.append(copy.deepcopy(pl_module))
+
+    module = make_module()
+    fit(module, tmp_path, [watching()[0], Copying()], max_steps=1)
+    assert copies[0].log.__self__ is copies[0]
+    module = pl.LightningModule()
+    log = integration._WatchedLog(module)
+    assert module.log is log
+    loaded = pickle.loads(pickle.dumps(module))  # noqa: S301 our own bytes
+    assert loaded.log.__self__ is loaded
+    log.unwrap()
+    assert module.log.__self__ is module
+
+
+def test_values_are_logged_without_a_wait(tmp_path):
+    module = make_module()
+    log = integration._WatchedLog(module)
+    kept = []
+    log._log = lambda *args, **_: kept.append(args)
+    log.begin()
+    value = torch.tensor(2.0, requires_grad=True)
+    with NoReads():
+        module.log("x", value)
+        module.log(name="y", value=value * 2)
+        value.data.zero_()
+        logged = log.end()
+        log.log_once("grad_norm", value.detach().double())
+        module.log("z", value)
+    assert {name: float(x) for name, x in logged.items()} == {"x": 2.0, "y": 4.0}
+    assert [name for name, *_ in kept] == ["x", "y", "grad_norm", "z"]
+    assert log.end() == {}
+
+
+# from Dynamo, of the loss
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_manual_step_does_not_trace_the_callback(tmp_path, monkeypatch):
+    from gradiometer.integrations.session import Session
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.zero_grad()
+        self.log("train_loss", loss)
+        graphs.append(torch.compiler.is_compiling())
+
+    def record(self, *args):
+        traced.append(torch.compiler.is_compiling())
+        original(self, *args)
+
+    graphs, traced, original = [], [], Session.record
+    monkeypatch.setattr(Session, "record", record)
+    module = make_module(training_step=training_step)
+    module.automatic_optimization = False
+    callback, sink = watching()
+    fit(torch.compile(module, backend="eager"), tmp_path, [callback])
+    assert graphs == [True] * 4
+    assert traced == [False] * 4
+    assert sink.scalars("loss") == sink.scalars("train_loss")
+
+
+def test_fabric_needs_nothing_but_what_it_has_set_up():
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    torch.manual_seed(0)
+    module = nn.Linear(2, 1)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    sink, norms = Sink(), []
+    with pytest.raises(TypeError, match=r"^watch: got Lightning Fabric, .*gm\.watch\(model, optimizer\)"):
+        gm.watch(fabric)
+    with gm.watch(model, optimizer, rules=(), sinks=[sink]) as monitor:
+        for _ in range(3):
+            loss = model(torch.ones(1, 2)).square().sum()
+            fabric.backward(loss)
+            monitor.note(loss=loss)
+            norms.append(norm(module))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert monitor.failures == {}
+    assert sink.info.catalog.names == ("weight", "bias")
+    assert sink.totals == pytest.approx(norms, rel=1e-6)
 
 
 def test_the_limit_and_the_factor_of_the_clip_are_recorded(tmp_path):

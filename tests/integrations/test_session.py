@@ -11,21 +11,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradiometer import distributed
 from gradiometer.integrations.session import Session, scaler_of, while_running
 from gradiometer.monitor import Monitor
-from support.watching import Sink, time_limit
-
-
-class NoReads(TorchDispatchMode):
-    """Fails if the host reads the value of a tensor."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        del types
-        assert func is not torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
+from support.watching import NoReads, Sink, time_limit
 
 
 def watching(model, **options):

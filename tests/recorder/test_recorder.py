@@ -26,6 +26,7 @@ from gradiometer.recorder.updates import Updates
 from support.compiling import Kept, graphs, needs_compiler, no_recompile
 from support.fake_device import DEVICES, Model, device_of, watch
 from support.recording import new_gradients, packed, step_of, written
+from support.watching import NoReads
 
 pytestmark = pytest.mark.usefixtures("_dynamo")
 
@@ -555,3 +556,20 @@ def test_what_a_record_keeps_is_not_mistaken_for_a_statistic():
     for name in ("flags", "measured", "total", "merged", "total norm"):
         with pytest.raises(KeyError):
             record.value(name)
+
+
+def test_the_total_norm_is_that_of_the_newest_slot_and_is_not_read_by_the_host():
+    model = nn.Linear(3, 2)
+    recorder = Recorder(model, weights=True, fingerprint=True, capacity=2, every=2)
+    assert recorder.total_norm().isnan()
+    for step in range(5):
+        model.weight.grad = torch.full((2, 3), float(step))
+        model.bias.grad = None if step == 2 else torch.full((2,), math.nan if step == 4 else 1.0)
+        with NoReads():
+            recorder.record()
+            norm = recorder.total_norm()
+        expected = {0: math.sqrt(2), 2: math.sqrt(6) * 2, 4: math.nan}[step - step % 2]
+        assert norm.item() == pytest.approx(expected, rel=1e-15, nan_ok=True)
+        recorder.advance()
+    recorder.release()
+    assert recorder.total_norm().isnan()

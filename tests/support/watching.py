@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 from contextlib import contextmanager
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 
 class Sink:
     """Keeps all its input."""
@@ -35,6 +38,15 @@ class Sink:
 
     def scalars(self, name):
         return [record.scalars[name] for record in self.records]
+
+
+class NoReads(TorchDispatchMode):
+    """Fails if the host reads the value of a tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        del types
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradiometer.control.random_state import random_state, restore_random_state
-from gradiometer.inputs import is_dtensor, local_shard, named_parameters, unwrapped
+from gradiometer.inputs import is_dtensor, local_shard, named_buffers, named_parameters, unwrapped
 from gradiometer.stats import NOT_COMPARED, leaves, outside_of_a_graph, repeating, texts
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class _State:
         yield from [(name, p) for p, name in self.parameters.items()]
         for prefix, module in self.parts:
             if isinstance(module, nn.Module):
-                yield from [(prefix + name, x) for name, x in unwrapped(module).named_buffers()]
+                yield from [(prefix + name, x) for name, x in named_buffers(unwrapped(module))]
         for prefix, value in self.parts:
             if isinstance(value, Optimizer):
                 found = self._optimizer(prefix, value)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gradiometer.control.coord_report import CoordCheck, row_of
 from gradiometer.control.random_state import random_state, restore_random_state
-from gradiometer.inputs import describe, unwrapped
+from gradiometer.inputs import describe, modules_by_name, unwrapped
 from gradiometer.stats import Taps, compare, outside_of_a_graph
 
 if TYPE_CHECKING:
@@ -173,8 +173,12 @@ def _train(
     model.train()
     options: dict[str, Any] = {"modules": modules}
     if modules is None:
-        parts = unwrapped(model).named_modules()
-        own = [name for name, part in parts if name and any(True for _ in part.parameters(recurse=False))]
+        parts = modules_by_name(unwrapped(model))
+        has_own = {
+            name: any([True for x in same for _ in x.parameters(recurse=False)])
+            for name, same in parts.items()
+        }
+        own = [name for name, is_own in has_own.items() if name and is_own]
         if not own and not names:
             msg = f"{_WHAT}: the model of width {width} has no modules with parameters, but its own; put it "
             raise ValueError(msg + "into torch.nn.Sequential, or pass modules= or names=")

@@ -19,6 +19,7 @@ from gradiometer.control.operations import (
     storage_of,
     tensors_in,
 )
+from gradiometer.inputs import modules_by_name, named_buffers, named_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,12 +46,13 @@ class ModelContext:
         # the operations that made the nodes of the autograd graph, by the nodes' numbers
         self._forward: dict[int, Located] = {}
         for prefix, root in roots:
-            for name, module in root.named_modules():
-                self.paths.setdefault(module, (prefix + name).removesuffix(".") if name else prefix[:-1])
-            for name, p in root.named_parameters():
+            for name, modules in modules_by_name(root).items():
+                for module in modules:
+                    self.paths.setdefault(module, (prefix + name).removesuffix(".") if name else prefix[:-1])
+            for name, p in zip(*named_parameters(root, "locate_nonfinite"), strict=True):
                 self.parameters.setdefault(p, prefix + name)
                 self._labels.setdefault(key_of(p), f"parameter {prefix + name}")
-            for name, tensor in root.named_buffers():
+            for name, tensor in named_buffers(root):
                 self.buffers.append((prefix + name, tensor))
                 self._labels.setdefault(key_of(tensor), f"buffer {prefix + name}")
         for leaf, name in self.parameters.items():

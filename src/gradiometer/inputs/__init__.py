@@ -28,8 +28,9 @@ from gradiometer.inputs.dtensor import (
     reduction_of,
 )
 from gradiometer.inputs.named import Named, Tensors, check_names, named_tensors, present, with_names
-from gradiometer.inputs.parameters import Parameters, named_parameters, tracked_parameters, unwrapped
+from gradiometer.inputs.parameters import Parameters, named_parameters, tracked_parameters
 from gradiometer.inputs.views import as_flat, as_real, on_device
+from gradiometer.inputs.wrappers import modules_by_name, named_buffers, unwrapped, without_wrappers
 
 __all__ = [
     "Named",
@@ -52,6 +53,8 @@ __all__ = [
     "layout",
     "local_shard",
     "local_shards",
+    "modules_by_name",
+    "named_buffers",
     "named_parameters",
     "named_tensors",
     "on_device",
@@ -63,4 +66,5 @@ __all__ = [
     "tracked_parameters",
     "unwrapped",
     "with_names",
+    "without_wrappers",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradiometer.inputs import module_walk
 from gradiometer.inputs.checks import refusal
 from gradiometer.inputs.named import Named, Tensors, named_tensors, present, with_names
+from gradiometer.inputs.wrappers import unwrapped, without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,7 +41,10 @@ def _of_module(module: nn.Module, what: str) -> Named:
     if found is not None:
         return Named(*found)
     pairs = list(module.named_parameters())
-    named = with_names([name for name, _ in pairs], [parameter for _, parameter in pairs], what)
+    names = [name for name, _ in pairs]
+    if not is_compiling:
+        names = without_wrappers(module, names)
+    named = with_names(names, [parameter for _, parameter in pairs], what)
     if not is_compiling:
         module_walk.plan(module, *named)
     return named
@@ -56,14 +60,3 @@ def tracked_parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tup
         ]
         return named_parameters(pairs, "Recorder")
     return named_parameters(model, "Recorder")
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the model inside the wrappers of torch.compile and data parallelism."""
-    while True:
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            module = module.module
-        elif type(module).__name__ == "OptimizedModule":
-            module = module._orig_mod  # type: ignore[assignment] # noqa: SLF001
-        else:
-            return module

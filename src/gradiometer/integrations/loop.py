@@ -16,6 +16,7 @@ from gradiometer.integrations.backward_passes import BackwardPasses
 from gradiometer.integrations.clipping import ClippedGradients, observe
 from gradiometer.integrations.optimizers import one_of_each_group, optimizers_in, parts_of
 from gradiometer.integrations.session import collect_part
+from gradiometer.integrations.unsupported import refuse
 from gradiometer.integrations.watched_step import WatchedStep
 from gradiometer.monitor import Monitor, raise_of_handlers
 from gradiometer.recorder import Driver, LoopFacts
@@ -35,6 +36,7 @@ _NOT_COMPILED: Final = "gm.watch records a step in optimizer.step(): use gm.Moni
 # the class of a trainer, by the package that defines it -> the module here that watches it, by its `watch`
 _TRAINERS: Final = {
     ("transformers", "Trainer"): "huggingface",
+    ("accelerate", "Accelerator"): "accelerate",
     ("lightning", "Trainer"): "lightning",
     ("pytorch_lightning", "Trainer"): "lightning",
 }
@@ -119,9 +121,10 @@ def watch(
         module = _TRAINERS.get((kind.__module__.partition(".")[0], kind.__name__))
         if module is not None:
             if optimizer is not None or scaler is not None:
-                msg = f"watch: a {kind.__name__} has its own optimizer and scaler; pass only it and options"
+                msg = f"watch: the {kind.__name__} has its own optimizer and scaler; pass only it and options"
                 raise TypeError(msg)
             return import_module(f"gradiometer.integrations.{module}").watch(model, **options)
+    refuse(model, optimizer, options.get("ranks", True))
     wrapped = optimizers_in(optimizer)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"watch: expected scaler=torch.amp.GradScaler(...), got {type(scaler).__name__}")

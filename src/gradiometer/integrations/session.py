@@ -16,7 +16,7 @@ from gradiometer import distributed
 from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.control import inverse_scale, is_still_scaled
 from gradiometer.distributed import RankError
-from gradiometer.inputs import is_dtensor
+from gradiometer.inputs import is_dtensor, named_parameters
 from gradiometer.integrations.backward_passes import BackwardPasses
 from gradiometer.integrations.clipping import ClippedGradients, observe
 from gradiometer.monitor import Monitor, raise_of_handlers
@@ -111,7 +111,8 @@ class Session:
         try:
             self.monitor = Monitor(_measurable(model), **self._options)
             self.running = True
-            self._names = {p: name for name, p in model.named_parameters()}
+            names, parameters = named_parameters(model, self._caller)
+            self._names = dict(zip(parameters, names, strict=True))
             self.monitor.skips = scaler is not None
             self.monitor.logger = self._logger
             # without wrappers such as Accelerate's
@@ -295,6 +296,13 @@ class Session:
             scalars, self._scalars = self._scalars, {}
             self.monitor.advance(**scalars)
 
+    def total_norm(self) -> Tensor | None:
+        """Return the total norm of the step's gradients, 0-d on the device; None if this rank has no such."""
+        if not self._measured or self.monitor is None or self.monitor.step % self.monitor.every:
+            return None
+        # DTensors: the ring has the shards of this rank
+        return None if any(is_dtensor(type(p)) for p in self._names) else self.monitor.total_norm()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the monitor's state; empty if nothing is watched or on an error.
 
@@ -373,10 +381,11 @@ def _description(failure: Exception | None) -> tuple[str, bool]:
     return f"{type(failure).__name__}: {failure}", False
 
 
-def _measurable(model: nn.Module) -> nn.Module | list[tuple[str, nn.Parameter]]:
+def _measurable(model: nn.Module) -> nn.Module | list[tuple[str, Tensor]]:
     """Return the model; if it has quantized weights, only the parameters that can have gradients."""
-    pairs = [(n, p) for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()]
-    return model if len(pairs) == sum(1 for _ in model.parameters()) else pairs
+    named = named_parameters(model, "Monitor")
+    pairs = [(n, p) for n, p in zip(*named, strict=True) if p.is_floating_point() or p.is_complex()]
+    return model if len(pairs) == len(named.names) else pairs
 
 
 def _whole(value: Tensor) -> Tensor:

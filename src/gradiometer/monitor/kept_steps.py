@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradiometer.columns import Cursor
 from gradiometer.control import random_state
-from gradiometer.inputs import is_dtensor, local_shard, unwrapped
+from gradiometer.inputs import is_dtensor, local_shard, named_buffers, unwrapped
 from gradiometer.monitor.capture_mode import beside_captures
 from gradiometer.runs import plain_batch, write_kept_steps
 
@@ -155,7 +155,7 @@ def _weights_of(recorder: Recorder, model: Any) -> dict[str, Tensor]:
     for prefix, part in parts:
         if isinstance(part, nn.Module):
             start = f"{prefix}." if prefix else ""
-            found |= {start + name: x for name, x in unwrapped(part).named_buffers()}
+            found |= {start + name: x for name, x in named_buffers(unwrapped(part))}
     return {name: local_shard(x) if is_dtensor(type(x)) else x.detach() for name, x in found.items()}
 
 

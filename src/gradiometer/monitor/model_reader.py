@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gradiometer.inputs import is_dtensor, named_parameters
+from gradiometer.inputs import is_dtensor, named_parameters, without_wrappers
 from gradiometer.monitor.optimizer_reader import OptimizerReader
 from gradiometer.recorder import Driver, ModelState
 
@@ -157,8 +157,10 @@ class _Owned(NamedTuple):
 def _tied(prefix: str, module: nn.Module) -> Iterable[tuple[_Owned, _Owned]]:
     """Return pairs of names of one parameter, the first name of each with every other."""
     first: dict[Tensor, _Owned] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        owner, _, attribute = name.rpartition(".")
+    pairs = list(module.named_parameters(remove_duplicate=False))
+    names = without_wrappers(module, [path for path, _ in pairs])
+    for name, (path, parameter) in zip(names, pairs, strict=True):
+        owner, _, attribute = path.rpartition(".")
         owned = _Owned(prefix + name, module.get_submodule(owner), attribute)
         if first.setdefault(parameter, owned) is not owned:
             yield first[parameter], owned

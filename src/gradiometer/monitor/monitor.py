@@ -184,6 +184,24 @@ class Monitor(MonitoredRun):
         except Exception as error:  # noqa: BLE001 training goes on
             self._failures.add("record", error)
 
+    def total_norm(self) -> Tensor:
+        """Return the total norm of the gradients that `record` has measured last, 0-d float64 on the device.
+
+        It is for loggers and progress bars; there is no wait. With DDP it is the norm of the averaged
+        gradients. If gradients are sharded, it is that of this rank's shards. In steps that ``every`` leaves
+        out it is that of the last recorded step, and NaN before the first.
+
+        >>> import torch, gradiometer as gm
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        >>> with gm.Monitor(model) as monitor:
+        ...     monitor.record()
+        ...     norm = monitor.total_norm()
+        >>> norm
+        tensor(5., dtype=torch.float64)
+        """
+        return self._recorder.total_norm()
+
     def set_driver(self, driver: Driver) -> None:
         """Say who calls this monitor, and which optimizers update the model, so that findings fit both.
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gradiometer import ops
-from gradiometer.columns import CURSOR_SIZE, HEADER_STEP, Cursor
+from gradiometer.columns import CURSOR_SIZE, HEADER_STEP, TENSORS, Cursor
 from gradiometer.inputs import describe
+from gradiometer.recorder.kinds import GRADS
 from gradiometer.recorder.settings import check_cursor, check_integer, check_skips, set_step
 from gradiometer.recorder.step_record import StepRecord
 from gradiometer.recorder.store import RingLayout
@@ -202,6 +203,24 @@ class StepRing(Float64Module):
         All methods use it. Uses in compiled functions and captured graphs are not seen; see `StreamOrder`.
         """
         return self._order.on(self.ring.device)
+
+    @torch.no_grad()
+    def total_norm(self) -> Tensor:
+        """Return the total norm of the gradients in the newest slot, 0-d float64, without a wait.
+
+        It is of this rank's gradients: of DTensors, of the local shards. Before the first record, and after
+        `release`, it is NaN.
+        """
+        if self.is_released:
+            return self.cursor.new_full((), math.nan)
+        section = self.layout.sections[GRADS.name]
+        with self.in_order():
+            count = self.cursor[Cursor.COUNT : Cursor.COUNT + 1]
+            slot = self.ring.index_select(0, (count - 1).remainder(self.capacity).long())[0]
+            width = self.layout.width(GRADS)
+            rows = slot[section.offset : section.offset + section.rows * width].view(section.rows, width)
+            norm = TENSORS.value(TENSORS.merge_rows(rows[:, : TENSORS.width]), "norm")
+            return torch.where(count[0] > 0, norm, math.nan)
 
     def read(self) -> list[StepRecord]:
         """Return the records in the ring, oldest first. Waits for the device."""

@@ -38,13 +38,14 @@ class RingLayout:
         for header, kind in enumerate(catalog.dense, HEADER_SECTIONS):
             rows = len(catalog.rows(kind.name))
             self.sections[kind.name] = Section(header, 1, self.size, rows, self.header_size)
-            self.size += rows * self._width(kind)
+            self.size += rows * self.width(kind)
 
     def has_fingerprints(self, kind: Kind) -> bool:
         """Return whether the rows of a kind have fingerprints."""
         return self._fingerprint and kind.has_fingerprints
 
-    def _width(self, kind: Kind) -> int:
+    def width(self, kind: Kind) -> int:
+        """Return how many numbers a row of a kind has."""
         return kind.schema.width + 1 + NUM_FINGERPRINT_COLUMNS * self.has_fingerprints(kind)
 
     @property
@@ -69,7 +70,7 @@ class RingLayout:
             section, size = self.sections[kind.name], kind.schema.width
             if header[section.header] != header[HEADER_STEP]:
                 continue
-            width = self._width(kind)
+            width = self.width(kind)
             end = section.offset + section.rows * width
             rows = slot[section.offset : end].view(section.rows, width)
             bits = rows[:, size + 1 :].contiguous().view(torch.int64) if self.has_fingerprints(kind) else None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradiometer.control import restore_random_state
-from gradiometer.inputs import is_dtensor, local_shard, unwrapped
+from gradiometer.inputs import is_dtensor, local_shard, named_buffers, named_parameters, unwrapped
 from gradiometer.runs.directory import prepare
 from gradiometer.runs.files import RunError, open_file, stamp, summary
 
@@ -62,7 +62,8 @@ class KeptStep:
         states = _restorable(self.random)
         if model is not None and self.weights:
             inner = unwrapped(model)
-            own = dict(inner.named_parameters()) | dict(inner.named_buffers())
+            own = dict(zip(*named_parameters(inner, "KeptStep.restore"), strict=True))
+            own |= dict(named_buffers(inner))
             pairs = []
             for name, value in self.weights.items():
                 tensor = own.get(name)

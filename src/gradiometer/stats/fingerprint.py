@@ -24,6 +24,7 @@ from gradiometer.inputs import (
     refusal,
     unwrapped,
     with_names,
+    without_wrappers,
 )
 from gradiometer.stats.host_copy import outside_of_a_graph
 from gradiometer.stats.measure import dense, measure, over_ranks_with
@@ -80,7 +81,9 @@ def fingerprint(source: nn.Module | Mapping[str, Any] | Iterable[Any]) -> dict[s
     outside_of_a_graph("fingerprint")
     state: Any = unwrapped(source) if isinstance(source, nn.Module) else source
     if callable(getattr(state, "state_dict", None)):
-        state = state.state_dict()
+        content = state.state_dict()
+        names = without_wrappers(state, content) if isinstance(state, nn.Module) else list(content)
+        state = dict(zip(names, content.values(), strict=True))
     if not isinstance(state, Mapping):
         named = named_tensors(state, "fingerprint")
         check_names(named.names, "fingerprint")

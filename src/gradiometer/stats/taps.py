@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradiometer import ops
 from gradiometer.columns import CURSOR_SIZE, Cursor
-from gradiometer.inputs import describe, is_dtensor, layout, unwrapped
+from gradiometer.inputs import describe, is_dtensor, layout, modules_by_name, unwrapped
 from gradiometer.stats import grouping, running_taps
 from gradiometer.stats.activation_stats import ActivationStats
 from gradiometer.stats.float64_module import Float64Module
@@ -153,7 +153,8 @@ class Taps(Float64Module):
         if not isinstance(model, nn.Module):
             raise TypeError(f"Taps: pass a torch.nn.Module, got {describe(model)}")
         model = unwrapped(model)
-        modules = {name: module for name, module in model.named_modules() if module is not model}
+        modules = modules_by_name(model)
+        modules.pop("", None)
         selected: dict[str, None] = {}
         self.groups: dict[str, tuple[str, ...]] = {}
         if patterns is not None and not isinstance(patterns, Mapping):
@@ -187,7 +188,7 @@ class Taps(Float64Module):
         self._model = [model]
         self._hooks = [_Hook(self, row) for row in range(len(tapped))]
         pairs = zip(tapped, self._hooks, strict=True)
-        self._handles = [modules[name].register_forward_hook(hook) for name, hook in pairs]
+        self._handles = [modules[name][0].register_forward_hook(hook) for name, hook in pairs]
         # copies of the whole model find the taps here; its parts do not refer to them in a copy
         self._handles.append(model.register_state_dict_pre_hook(self._do_nothing))
         self.rows = {name: row for row, name in enumerate(given, start=len(tapped))}
@@ -359,10 +360,10 @@ def _is_measurable(x: object) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def _selected(modules: Mapping[str, nn.Module], group: str, rule: GroupRule | type[nn.Module]) -> list[str]:
+def _selected(modules: Mapping[str, list[Any]], group: str, rule: GroupRule | type[nn.Module]) -> list[str]:
     """Return the names of the modules that a rule selects."""
     if isinstance(rule, type):
-        found = [name for name, module in modules.items() if isinstance(module, rule)]
+        found = [name for name, same in modules.items() if any(isinstance(x, rule) for x in same)]
     else:
         names = tuple(modules)
         found = [names[row] for row in grouping.members(names, group, rule, None)]
