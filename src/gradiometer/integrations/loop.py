@@ -31,6 +31,7 @@ _TRAINERS: Final = {
     ("transformers", "Trainer"): "huggingface",
     ("lightning", "Trainer"): "lightning",
     ("pytorch_lightning", "Trainer"): "lightning",
+    ("torchtitan", "Trainer"): "torchtitan",
 }
 
 

@@ -89,14 +89,14 @@ class Session:
 
     def begin(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[tuple[str, nn.Parameter]],
         *,
         scaler: GradScaler | None,
         step: int,
         state: Mapping[str, Any] | None,
         optimizers: Iterable[Any] = (),
     ) -> None:
-        """Start to watch a model, from this step on, or from the state of an earlier monitor.
+        """Start to watch a model, or named parameters, from this step or the state of an earlier monitor on.
 
         Steps are marked as skipped only with a scaler, because nothing else here acts on ``skip_step``. Only
         an option that Monitor rejects, or a missing package, is an error.
@@ -107,7 +107,7 @@ class Session:
         try:
             self.monitor = Monitor(_measurable(model), **self._options)
             self.running = True
-            self._names = {p: name for name, p in model.named_parameters()}
+            self._names = {p: name for name, p in _pairs(model)}
             self.monitor.skips = scaler is not None
             self.monitor.logger = self._logger
             # without wrappers such as Accelerate's
@@ -330,10 +330,17 @@ def _description(failure: Exception | None) -> tuple[str, bool]:
     return f"{type(failure).__name__}: {failure}", False
 
 
-def _measurable(model: nn.Module) -> nn.Module | list[tuple[str, nn.Parameter]]:
+def _pairs(model: nn.Module | Sequence[tuple[str, nn.Parameter]]) -> Sequence[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters()) if isinstance(model, nn.Module) else model
+
+
+def _measurable(
+    model: nn.Module | Sequence[tuple[str, nn.Parameter]],
+) -> nn.Module | Sequence[tuple[str, nn.Parameter]]:
     """Return the model; if it has quantized weights, only the parameters that can have gradients."""
-    pairs = [(n, p) for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()]
-    return model if len(pairs) == sum(1 for _ in model.parameters()) else pairs
+    every = _pairs(model)
+    pairs = [(n, p) for n, p in every if p.is_floating_point() or p.is_complex()]
+    return model if len(pairs) == len(every) else pairs
 
 
 def _whole(value: Tensor) -> Tensor:
