@@ -36,11 +36,11 @@ _EPSILON: Final = 1e-6
 class TrainerMonitor:
     """Watches the training of a torchtitan Trainer with a `Monitor`, from its first step to its end.
 
-    Gradients are measured right before torchtitan clips them: accumulated, as shards. The loss is the sum
-    over the micro-batches; averaged over the ranks that have one, it is torchtitan's ``global_avg_loss``, in
-    every step. Other scalars are ``lr``, with ``lr_1``, … for further optimizers, and ``clip_max_norm`` and
-    ``clip_factor``, by which the gradients were multiplied. Steps are counted from 0: step s is torchtitan's
-    step s + 1.
+    Gradients are measured right before torchtitan clips them: accumulated, as shards. A step ends with the
+    update of the weights. Its loss is the sum over the micro-batches; averaged over the ranks that have one,
+    it is torchtitan's ``global_avg_loss``, in every step. Other scalars are ``lr``, with ``lr_1``, … for
+    further optimizers, and ``clip_max_norm`` and ``clip_factor``, by which the gradients were multiplied.
+    Steps are counted from 0: step s is torchtitan's step s + 1.
 
     With pipeline parallelism, the parameters of all model parts are measured. Findings are logged by
     ``torchtitan.gradiometer``. An exception in ``train`` writes a black box. Checkpoints do not contain the
@@ -67,7 +67,7 @@ class TrainerMonitor:
         logger = logging.getLogger("torchtitan.gradiometer")
         self._session = Session("watch(trainer)", {**options, "taps": self._taps}, logger)
         self._is_begun = self._is_over = self._is_recorded = False
-        self._hook: Any = None
+        self._hooks: list[Any] = []
         trainer.train = self._to_the_end(trainer.train)
         trainer.train_step = self._observed(trainer.train_step)
         trainer.forward_backward_step = self._with_loss(trainer.forward_backward_step)
@@ -107,12 +107,8 @@ class TrainerMonitor:
         def observed(*args: Any, **kwargs: Any) -> Any:
             if not self._is_begun:
                 self._begin()
-            try:
-                with self._clipping_observed():
-                    return train_step(*args, **kwargs)
-            finally:
-                # also if torchtitan raises because of the loss, after the update
-                self._advance()
+            with self._clipping_observed():
+                return train_step(*args, **kwargs)
 
         return observed
 
@@ -152,8 +148,11 @@ class TrainerMonitor:
         step = max(trainer.step - 1, 0)
         optimizers = list(trainer.optimizers)
         self._session.begin(_model_of(trainer), scaler=None, step=step, state=None, optimizers=optimizers)
-        # for a trainer that does not clip
-        self._hook = trainer.optimizers.register_step_pre_hook(lambda *_: self._record())
+        # the first for a trainer that does not clip
+        before = trainer.optimizers.register_step_pre_hook(lambda *_: self._record())
+        # torchtitan may raise after this because of the loss, which has to be in the record
+        after = trainer.optimizers.register_step_post_hook(lambda *_: self._advance())
+        self._hooks = [before, after]
 
     @while_running
     def _add_loss(self, loss: Tensor) -> None:
@@ -190,9 +189,8 @@ class TrainerMonitor:
 
     def _end(self, error: BaseException | None = None) -> None:
         self._session.end(error)
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
         if self._owns_taps and self._taps is not None:
             self._taps.remove()
 
