@@ -24,9 +24,11 @@ from torch.distributed.fsdp import fully_shard
 
 import gradiometer as gm
 from support import imitated_torchtitan as titan
+from support.pages import blocks, execute, text
 from support.rank_pool import RankPool, scripted
 from support.watching import Sink
 
+PAGE = "docs/how-to/torchtitan.md"
 # with updates, weights, precision and taps
 KINDS = {
     *("grads", "weights", "updates", "activations", "activation_grads"),
@@ -128,6 +130,28 @@ def test_a_metrics_processor_that_no_trainer_builds_says_so(adapter, caplog):
         processor.model_parts = [titan.layers()]
     assert "use gm.watch(trainer)" in caplog.text
     assert processor.watched is None
+
+
+def test_the_page(adapter, tmp_path, monkeypatch):
+    # relative to the page: its commands, its table and its file
+    commands = "".join(blocks(PAGE, "bash"))
+    (given,) = re.findall(rf"'{adapter.__name__}\.monitor=(.*)'", commands)
+    options = adapter.MonitorOptions(**json.loads(given))
+    assert re.search(options.taps, "layers.3.feed_forward")
+    named = re.findall(r"--metrics\.monitor\.([\w-]+)", commands)
+    listed = re.findall(r"^\| (`.*`) \|.*\|.*\|$", text(PAGE), flags=re.MULTILINE)
+    known = [option.name for option in fields(options)]
+    assert re.findall(r"`(\w+)`", "".join(listed)) == known
+    assert {name.replace("-", "_") for name in named} <= set(known)
+    (of_file, _) = blocks(PAGE)
+    config = execute(of_file)["llama3_8b"]()
+    assert (config.metrics.monitor.every, config.metrics.log_freq) == (10, 10)
+    # modules of the imitation have other names
+    config.metrics.monitor.taps = "0"
+    monkeypatch.chdir(tmp_path)
+    trainer = titan.Trainer(config)
+    trainer.train()
+    assert gm.read_run("outputs/gradiometer").steps["recorded"].to_pylist() == [True, False, False, False]
 
 
 @pytest.mark.usefixtures("adapter")

@@ -11,7 +11,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -248,6 +248,8 @@ def installed():
         ".components.metrics": {"MetricsProcessor": MetricsProcessor},
         ".config": {},
         ".config.override": {"override": override, "derive": derive},
+        ".models": {},
+        ".models.llama3": {"config_registry": SimpleNamespace(llama3_8b=Config)},
         ".distributed": {},
         ".distributed.utils": {"clip_grad_norm_": clip_grad_norm_},
     }
