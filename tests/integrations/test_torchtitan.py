@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 from contextlib import closing
 from dataclasses import fields
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 import gradiometer as gm
 from support import imitated_torchtitan as titan
@@ -273,33 +273,58 @@ def test_taps_of_your_own_stay():
 # --- the imitation, with two ranks
 
 
+class Distributed(nn.Module):
+    """Its output is a DTensor."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, x):
+        return DTensor.from_local(x, self.mesh, [Shard(0)])
+
+
 def sharded(_, folder):
-    with titan.installed() as adapter, warnings.catch_warnings():
+    said = logging.Handler()
+    messages, said.emit = [], lambda record: messages.append(record.getMessage())
+    logging.getLogger("gradiometer").addHandler(said)
+    with titan.installed() as adapter:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("loss",))
         model = titan.layers()
+        # called by the loss below
+        model[0].add_module("other", Distributed(mesh))
         for layer in model:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh).set_force_sum_reduction_for_comms(True)
         config = titan.Config(dump_folder=folder)
-        config.metrics = adapter.monitor(config.metrics, updates=True)
+        config.metrics = adapter.monitor(config.metrics, updates=True, taps=r"^0(\.other)?$")
         trainer = titan.Trainer(config, [model], titan.ParallelDims(loss=mesh))
         # as torchtitan's losses: a part of that of the job
         mine = dist.get_rank()
-        trainer.run = lambda x: model(x.chunk(2)[mine]).square().mean() / 2
+
+        def run(x):
+            model[0].other(x)
+            return model(x.chunk(2)[mine]).square().mean() / 2
+
+        trainer.run = run
         trainer.train()
         trainer.close()
+        logging.getLogger("gradiometer").removeHandler(said)
         losses = [loss for _, loss, _ in trainer.metrics_processor.logged]
         norms = [norm for _, _, norm in trainer.metrics_processor.logged]
-        return losses, norms, trainer.norms, trainer.metrics_processor.watched.monitor.failures
+        monitor = trainer.metrics_processor.watched.monitor
+        return losses, norms, trainer.norms, monitor.failures, messages
 
 
 def test_shards_are_those_of_one_job(ranks, tmp_path):
     pytest.importorskip("pyarrow")
     found = ranks.run(sharded, str(tmp_path))
     losses = [sum(parts) for parts in zip(*[losses for losses, *_ in found], strict=True)]
-    steps = gm.read_run(tmp_path / "gradiometer").steps
+    run = gm.read_run(tmp_path / "gradiometer")
+    steps = run.steps
     assert steps["loss"].to_pylist() == pytest.approx(losses, rel=1e-12)
-    for _, norms, squares, failures in found:
+    for rank, (_, norms, squares, failures, messages) in enumerate(found):
+        assert ["are not measured: 0.other.out" in text for text in messages] == [True] * (rank == 0)
         assert steps["total_norm"].to_pylist() == pytest.approx([s**0.5 for s in squares], rel=1e-12)
         assert steps["total_norm"].to_pylist() == pytest.approx(norms, rel=1e-6)
         assert failures == {}

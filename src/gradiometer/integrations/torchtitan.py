@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.inputs import is_dtensor
-from gradiometer.integrations.session import Session, while_running
+from gradiometer.integrations.session import Session, is_first, while_running
 from gradiometer.stats import Taps
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class TrainerMonitor:
         logger = logging.getLogger("torchtitan.gradiometer")
         self._session = Session("watch(trainer)", {**options, "taps": self._taps}, logger)
         self._is_begun = self._is_over = self._is_recorded = False
+        self._are_refused_told = False
         self._hooks: list[Any] = []
         trainer.train = self._to_the_end(trainer.train)
         trainer.train_step = self._observed(trainer.train_step)
@@ -186,6 +187,11 @@ class TrainerMonitor:
     def _advance(self) -> None:
         self._is_recorded = False
         self._session.advance()
+        if isinstance(self._taps, _TrainerTaps) and self._taps.refused and not self._are_refused_told:
+            self._are_refused_told = True
+            if is_first():
+                names = ", ".join(sorted(self._taps.refused))
+                self._session.say(f"DTensors, of which each rank has a part, are not measured: {names}")
 
     def _end(self, error: BaseException | None = None) -> None:
         self._session.end(error)
@@ -193,6 +199,20 @@ class TrainerMonitor:
             hook.remove()
         if self._owns_taps and self._taps is not None:
             self._taps.remove()
+
+
+class _TrainerTaps(Taps):
+    """Taps that do not stop training at outputs that cannot be measured, unlike those of a user's own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.refused: set[str] = set()
+
+    def measure(self, x: Tensor, row: int, channel_dim: int) -> Tensor:
+        if is_dtensor(type(x)):
+            self.refused.add(self.names[row])
+            return x
+        return super().measure(x, row, channel_dim)
 
 
 def _taps_of(trainer: Any, taps: str | Mapping[str, Any] | Taps, every: int) -> Taps:
@@ -203,7 +223,8 @@ def _taps_of(trainer: Any, taps: str | Mapping[str, Any] | Taps, every: int) -> 
         raise ValueError(msg + "taps need the same names on all ranks; leave them out")
     if isinstance(taps, Taps):
         return taps
-    return Taps(trainer.model_parts[0], {"taps": taps} if isinstance(taps, str) else taps, every=every)
+    patterns = {"taps": taps} if isinstance(taps, str) else taps
+    return _TrainerTaps(trainer.model_parts[0], patterns, every=every)
 
 
 def _model_of(trainer: Any) -> nn.Module | list[tuple[str, nn.Parameter]]:
