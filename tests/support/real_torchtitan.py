@@ -1,6 +1,6 @@
 """torchtitan's debug model on the CPU: a script for two ranks, with patches for the missing CPU path.
 
-``real_torchtitan.py fsdp|tp none|watch|component`` prints what each rank has found as a line of JSON.
+``real_torchtitan.py fsdp|tp|pp none|watch|component`` prints what each rank has found as a line of JSON.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import sys
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ from torchtitan.tools.logging import init_logger  # noqa: E402
 
 import gradiometer as gm  # noqa: E402
 
+# what torchtitan 0.3 needs for pipelines, and for its default, spmd_types
+NEW = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 OVERRIDE = "gradiometer.integrations.torchtitan.monitor"
 OPTIONS = {"updates": True, "weights": True, "precision": 2, "taps": r"\.feed_forward$"}
 
@@ -80,8 +83,11 @@ def configured(kind, how):
     c.training.local_batch_size, c.training.global_batch_size = 2, 8
     c.training.seq_len, c.training.steps, c.training.disable_cuda_graphs = 32, 3, True
     c.debug.seed, c.debug.deterministic = 7, True
-    c.parallelism.spmd_backend = "partial_dtensor"
+    c.parallelism.spmd_backend = "spmd_types" if NEW else "partial_dtensor"
     c.parallelism.tensor_parallel_degree = 2 if kind == "tp" else 1
+    if kind == "pp":
+        c.parallelism.pipeline_parallel_degree, c.training.local_batch_size = 2, 4
+        c.parallelism.pipeline_parallel_microbatch_size = 2
     if how == "component":
         # as --override.imports gradiometer.integrations.torchtitan.monitor='{...}'
         c.override.imports = [(OVERRIDE, OPTIONS)]
@@ -91,16 +97,16 @@ def configured(kind, how):
 def main(kind, how):
     init_logger()
     trainer = configured(kind, how).build()
-    for module in trainer.model_parts[0].modules():
+    for module in chain.from_iterable(part.modules() for part in trainer.model_parts):
         # Gloo has no averages
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_force_sum_reduction_for_comms(True)
-    reference, logged = [], []
+    squares, logged = [], []
     clip, log = dist_utils.clip_grad_norm_, trainer.metrics_processor.log
 
     def clip_spied(parameters, *args, **kwargs):
         grads = [p.grad.full_tensor() for p in parameters]
-        reference.append(sum(float(g.double().square().sum()) for g in grads) ** 0.5)
+        squares.append(sum(float(g.double().square().sum()) for g in grads))
         return clip(parameters, *args, **kwargs)
 
     def log_spied(step, loss, most, norm, **kwargs):
@@ -117,11 +123,12 @@ def main(kind, how):
     trainer.train()
     trainer.close()
     digest = hashlib.sha256()
-    for p in trainer.model_parts[0].parameters():
+    for p in chain.from_iterable(part.parameters() for part in trainer.model_parts):
         digest.update(p.detach().to_local().numpy().tobytes())
     found = {
         "weights": digest.hexdigest(),
-        "reference": reference,
+        "squares": squares,
+        "has loss": trainer.pp_has_last_stage if kind == "pp" else True,
         "logged": logged,
         "failures": watched and watched.monitor.failures,
     }
