@@ -255,9 +255,29 @@ def test_what_is_refused():
     staged = titan.Trainer(titan.Config(), parallel_dims=titan.ParallelDims(pp=object()))
     with pytest.raises(ValueError, match="pipeline parallelism"):
         gm.watch(staged, taps="0")
+    blocks_of_layers = nn.Sequential(*[nn.Sequential(layer) for layer in titan.layers()])
+    for block in blocks_of_layers:
+        block.compile(backend="eager")
+    compiled = titan.Trainer(titan.Config(), [blocks_of_layers])
+    with pytest.raises(ValueError, match=re.escape("'0.0' is inside of '0', which is compiled by itself")):
+        gm.watch(compiled, taps=r"\.0$")
+    assert not blocks_of_layers[0][0]._forward_hooks
     trainer = titan.Trainer(titan.Config())
     with pytest.raises(TypeError, match="its own optimizer"):
         gm.watch(trainer, trainer.optimizers)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch
+@pytest.mark.usefixtures("adapter")
+def test_taps_of_modules_that_are_compiled_by_themselves():
+    parts = nn.Sequential(*[nn.Sequential(layer) for layer in titan.layers()])
+    for block in parts:
+        block.compile(backend="eager")
+    trainer = titan.Trainer(titan.Config(), [parts])
+    hook, sink = watched(trainer, taps=r"^\d$")
+    trainer.train()
+    assert min(sink.records[-1].value("norm", "activation_grads").tolist()) > 0
+    assert hook.monitor.failures == {}
 
 
 @pytest.mark.usefixtures("adapter")

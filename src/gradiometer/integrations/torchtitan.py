@@ -55,7 +55,8 @@ class TrainerMonitor:
 
     Raises:
         TypeError: for an unknown option.
-        ValueError: for a pattern that selects no module, or taps with pipeline parallelism.
+        ValueError: for a pattern that selects no module, or modules inside of others that are compiled by
+            themselves; for taps with pipeline parallelism.
     """
 
     def __init__(
@@ -223,8 +224,21 @@ def _taps_of(trainer: Any, taps: str | Mapping[str, Any] | Taps, every: int) -> 
         raise ValueError(msg + "taps need the same names on all ranks; leave them out")
     if isinstance(taps, Taps):
         return taps
-    patterns = {"taps": taps} if isinstance(taps, str) else taps
-    return _TrainerTaps(trainer.model_parts[0], patterns, every=every)
+    model: nn.Module = trainer.model_parts[0]
+    made = _TrainerTaps(model, {"taps": taps} if isinstance(taps, str) else taps, every=every)
+    compiled = [name for name, part in model.named_modules() if part._compiled_call_impl is not None]  # noqa: SLF001
+    for name in made.names:
+        outer = next(
+            (whole for whole in compiled if name.startswith(f"{whole}.") and name != f"{whole}.out"), None
+        )
+        if outer is not None:
+            made.remove()
+            msg = f"watch(trainer, taps=...): {name.removesuffix('.out')!r} is inside of {outer!r}, which is "
+            msg += (
+                "compiled by itself, and torch refuses the backward pass of several such modules with taps "
+            )
+            raise ValueError(msg + "in them; select the compiled modules, or train without compile.enable")
+    return made
 
 
 def _model_of(trainer: Any) -> nn.Module | list[tuple[str, nn.Parameter]]:
