@@ -20,9 +20,10 @@ import pytest
 
 import gradiometer as gm
 
-# kernels need triton, these two their frameworks; the demo is a program
+# kernels need triton, these three their frameworks; the demo is a program
 LEFT_OUT = ["gradiometer.kernels", "gradiometer.demo"]
-for module, package in (("huggingface", "transformers"), ("lightning", "pytorch_lightning")):
+FRAMEWORKS = {"huggingface": "transformers", "lightning": "pytorch_lightning", "torchtitan": "torchtitan"}
+for module, package in FRAMEWORKS.items():
     if importlib.util.find_spec(package) is None:
         LEFT_OUT.append(f"gradiometer.integrations.{module}")
 MODULES = [

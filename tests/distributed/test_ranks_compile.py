@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import fully_shard
 
 import gradiometer as gm
+from gradiometer.distributed.collectives import all_reduce_pair
 from gradiometer.recorder.recorder import Recorder
 from support.compiling import Kept, needs_compiler
 from support.pages import sections
@@ -538,3 +540,27 @@ def clip_to_other_limits(_):
 def test_a_limit_that_changes_recompiles_once(two_ranks):
     for found in two_ranks.run(clip_to_other_limits):
         assert found == pytest.approx([1.0, 2.0, 3.0, 4.0], rel=1e-5)
+
+
+def reduce_while_another_thread_compiles(rank):
+    found = []
+
+    def reduce():
+        parts = [(torch.full((2,), rank + 1.0), "sum"), (torch.full((2,), rank + 1.0), "max")]
+        found.extend(all_reduce_pair(parts, dist.group.WORLD, 60.0))
+
+    def backend(graph, _):
+        thread = threading.Thread(target=reduce)
+        thread.start()
+        thread.join()
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    return [(type(x).__name__, x.tolist()) for x in found]
+
+
+def test_a_thread_reduces_with_its_timeout_while_another_one_compiles(two_ranks):
+    # functional collectives have no timeout, and torch reports those whose results nobody waits for
+    for found in two_ranks.run(reduce_while_another_thread_compiles):
+        assert found == [("Tensor", [3.0, 3.0]), ("Tensor", [2.0, 2.0])]

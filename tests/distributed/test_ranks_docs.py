@@ -39,7 +39,8 @@ def files():
         for code in re.findall(r"^```python\n(.*?)^```", part, flags=re.MULTILINE | re.DOTALL):
             assert code.startswith("import torch\n")
             found[part.splitlines()[0]] = code
-    (found["torchtitan"],) = blocks(TITAN)
+    # the blocks before it need the package, see tests/integrations/test_torchtitan.py
+    *_, found["torchtitan"] = blocks(TITAN)
     return found
 
 

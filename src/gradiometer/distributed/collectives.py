@@ -87,7 +87,8 @@ def all_reduce(tensor: Tensor, operation: str, group: Group, timeout: float) -> 
 
 def all_reduce_pair(parts: Sequence[tuple[Tensor, str]], group: Group, timeout: float) -> list[Tensor]:
     """Do what `all_reduce` does for several tensors, with all collectives pending at the same time."""
-    if torch.compiler.is_compiling():
+    # is_compiling() is also true in other threads than the one that compiles
+    if torch.compiler.is_dynamo_compiling():
         from torch.distributed import _functional_collectives as functional  # noqa: PLC0415 its import is slow
 
         return [functional.all_reduce(tensor, operation, group) for tensor, operation in parts]

@@ -39,6 +39,7 @@ _TRAINERS: Final = {
     ("accelerate", "Accelerator"): "accelerate",
     ("lightning", "Trainer"): "lightning",
     ("pytorch_lightning", "Trainer"): "lightning",
+    ("torchtitan", "Trainer"): "torchtitan",
 }
 
 

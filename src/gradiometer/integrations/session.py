@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.utils.hooks import RemovableHandle
 
+    from gradiometer.inputs import Parameters
     from gradiometer.stats import TensorStats
 
 _LOG = logging.getLogger("gradiometer")
@@ -93,14 +94,14 @@ class Session:
 
     def begin(
         self,
-        model: nn.Module,
+        model: Parameters,
         *,
         scaler: GradScaler | None,
         step: int,
         state: Mapping[str, Any] | None,
         optimizers: Iterable[Any] = (),
     ) -> None:
-        """Start to watch a model, from this step on, or from the state of an earlier monitor.
+        """Start to watch a model, or named parameters, from this step or the state of an earlier monitor on.
 
         Steps are marked as skipped only with a scaler, because nothing else here acts on ``skip_step``. Only
         an option that Monitor rejects, or a missing package, is an error.
@@ -381,7 +382,7 @@ def _description(failure: Exception | None) -> tuple[str, bool]:
     return f"{type(failure).__name__}: {failure}", False
 
 
-def _measurable(model: nn.Module) -> nn.Module | list[tuple[str, Tensor]]:
+def _measurable(model: Parameters) -> Parameters:
     """Return the model; if it has quantized weights, only the parameters that can have gradients."""
     named = named_parameters(model, "Monitor")
     pairs = [(n, p) for n, p in zip(*named, strict=True) if p.is_floating_point() or p.is_complex()]
