@@ -1,0 +1,78 @@
+"""README, tutorial and how-to guides: every block can be pasted into a Python session, and a page is a script."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+
+import pytest
+
+from support.pages import ROOT, blocks, text
+from support.session import Session, errors
+
+pytest.importorskip("pyarrow")
+
+ALL = ["README.md", "docs/index.md", "docs/tutorial.md"]
+ALL += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/how-to").glob("*.md"))
+PAGES = [page for page in ALL if blocks(page)]
+# logs of other packages stay on this machine
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
+
+
+def is_file(block):
+    """Return whether a block is a file for torchrun, and not lines for a session; its page says so in words."""
+    return "dist.init_process_group()" in block
+
+
+def imported(block):
+    """Return the packages that a block imports."""
+    nodes = list(ast.walk(ast.parse(block)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_can_be_pasted_and_is_a_script(page, tmp_path):
+    lines = [block for block in blocks(page) if not is_file(block)]
+    for package in sorted(set().union(*map(imported, lines))):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{page} imports {package}")
+    folders = [tmp_path / name for name in ("pasted", "script")]
+    for folder in folders:
+        folder.mkdir()
+    (tmp_path / "page.py").write_text("\n".join(lines), encoding="utf-8")
+    store = (tmp_path / "store").as_uri()
+    with Session(folders[0], **OFFLINE, WANDB_DIR=str(tmp_path), MLFLOW_TRACKING_URI=store) as session:
+        for block in lines:
+            printed = session.paste(block)
+            assert not errors(printed), printed
+        # in the same process, whose imports take longer than most pages
+        script = f"__import__('os').chdir({str(folders[1])!r})\n__import__('runpy').run_path('../page.py', None, '__main__')\n"
+        printed = session.paste(script)
+        assert not errors(printed), printed
+        assert session.leave() == 0
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(map(is_file, blocks(page)))])
+def test_a_file_for_torchrun_cannot_be_pasted_and_its_page_says_so(page, tmp_path):
+    before, *_ = text(page).split("dist.init_process_group()")
+    assert "`torchrun --nproc-per-node=2 file.py`" in before
+    assert "can't be pasted into a Python session" in " ".join(before.split())
+    with Session(tmp_path) as session:
+        for block in filter(is_file, blocks(page)):
+            assert "environment variable RANK expected" in session.paste(block)
+
+
+def test_a_session_shows_what_cannot_be_pasted(tmp_path):
+    with Session(tmp_path) as session:
+        assert errors(session.paste("for x in range(2):\n    print(x)\nprint(x)")) == ["SyntaxError: invalid syntax"]
+        assert errors(session.paste("")) == []
+        (error,) = errors(session.paste("class A:\n    x = 1\n\n    y = 2"))
+        assert error == "IndentationError: unexpected indent"
+        session.paste("")
+        assert errors(session.paste("with open('startup.py') as file:\n    x = 1\n\nx"))  == []
+        assert "NameError" in errors(session.paste("y"))[1]
+        session.paste("import atexit, os\n")
+        session.paste("_ = atexit.register(os._exit, 3)\n")
+        assert session.leave() == 3
