@@ -1,4 +1,4 @@
-"""README, tutorial and how-to guides: every block can be pasted into a Python session, and a page is a script."""
+"""README, tutorial and how-to guides: every block can be pasted into a Python session; a page is a script."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ ALL = ["README.md", "docs/index.md", "docs/tutorial.md"]
 ALL += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/how-to").glob("*.md"))
 PAGES = [page for page in ALL if blocks(page)]
 # logs of other packages stay on this machine
-OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+}
 
 
 def is_file(block):
-    """Return whether a block is a file for torchrun, and not lines for a session; its page says so in words."""
+    """Return whether a block is a file for torchrun, and not lines for a session."""
     return "dist.init_process_group()" in block
 
 
@@ -48,8 +53,9 @@ def test_a_page_can_be_pasted_and_is_a_script(page, tmp_path):
             printed = session.paste(block)
             assert not errors(printed), printed
         # in the same process, whose imports take longer than most pages
-        script = f"__import__('os').chdir({str(folders[1])!r})\n__import__('runpy').run_path('../page.py', None, '__main__')\n"
-        printed = session.paste(script)
+        session.paste("import os, runpy")
+        session.paste(f"os.chdir({str(folders[1])!r})")
+        printed = session.paste("_ = runpy.run_path('../page.py', run_name='__main__')")
         assert not errors(printed), printed
         assert session.leave() == 0
 
@@ -66,12 +72,14 @@ def test_a_file_for_torchrun_cannot_be_pasted_and_its_page_says_so(page, tmp_pat
 
 def test_a_session_shows_what_cannot_be_pasted(tmp_path):
     with Session(tmp_path) as session:
-        assert errors(session.paste("for x in range(2):\n    print(x)\nprint(x)")) == ["SyntaxError: invalid syntax"]
+        assert errors(session.paste("for x in range(2):\n    print(x)\nprint(x)")) == [
+            "SyntaxError: invalid syntax"
+        ]
         assert errors(session.paste("")) == []
         (error,) = errors(session.paste("class A:\n    x = 1\n\n    y = 2"))
         assert error == "IndentationError: unexpected indent"
         session.paste("")
-        assert errors(session.paste("with open('startup.py') as file:\n    x = 1\n\nx"))  == []
+        assert errors(session.paste("with open('startup.py') as file:\n    x = 1\n\nx")) == []
         assert "NameError" in errors(session.paste("y"))[1]
         session.paste("import atexit, os\n")
         session.paste("_ = atexit.register(os._exit, 3)\n")

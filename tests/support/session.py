@@ -13,7 +13,7 @@ import time
 PROMPT, MORE = "<prompt> ", "<more> "
 # what an uncaught exception prints, SyntaxError included; the echo of a line follows a prompt
 ERROR = re.compile(r"^(?:Traceback |\w+(?:\.\w+)*(?:Error|Exception)\b).*", re.MULTILINE)
-# prompts that no page prints, and the backend that compiles in a second: the pages' results do not depend on it
+# prompts that no page prints, and the backend that compiles in a second
 STARTUP = f"""
 import sys, torch
 sys.ps1, sys.ps2 = {PROMPT!r}, {MORE!r}
@@ -30,7 +30,13 @@ class Session:
     def __init__(self, folder, seconds=300, **environment):
         startup = folder / "startup.py"
         startup.write_text(STARTUP, encoding="utf-8")
-        plain = {"PYTHONSTARTUP": str(startup), "PYTHON_BASIC_REPL": "1", "TERM": "dumb", "NO_COLOR": "1"}
+        plain = {
+            "PYTHONSTARTUP": str(startup),
+            "PYTHON_BASIC_REPL": "1",
+            "TERM": "dumb",
+            "NO_COLOR": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         self._seconds = seconds
         self._terminal, other = pty.openpty()
         self._process = subprocess.Popen(
@@ -67,7 +73,7 @@ class Session:
         return self._read_until(PROMPT, MORE)
 
     def paste(self, code):
-        """Enter the lines of a block as they are, each when the prompt has come, and Enter if a block is open.
+        """Enter lines as they are, each at a prompt, and an empty one if the last is indented.
 
         Returns:
             what the session has printed and echoed up to the first error, or to the end.
