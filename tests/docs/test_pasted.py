@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import code
 import importlib.util
+import re
+import sys
 
 import pytest
 
-from support.pages import ROOT, blocks, text
+from support.pages import ROOT, blocks, code_of, text
 from support.session import Session, errors
 
 pytest.importorskip("pyarrow")
@@ -26,23 +29,34 @@ OFFLINE = {
 
 def is_file(block):
     """Return whether a block is a file for torchrun, and not lines for a session."""
-    return "dist.init_process_group()" in block
+    return "init_process_group(" in block
 
 
-def imported(block):
-    """Return the packages that a block imports."""
+def missing(block):
+    """Return the packages that a block imports, and that are not installed here."""
     nodes = list(ast.walk(ast.parse(block)))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {name.partition(".")[0] for name in names}
+    packages = {name.partition(".")[0] for name in names}
+    return {package for package in packages if importlib.util.find_spec(package) is None}
 
 
-@pytest.mark.parametrize("page", PAGES)
+def lines_of(page):
+    """Return the blocks to paste, without sections of packages that are not installed, and these packages."""
+    kept, absent = [], set()
+    for part in text(page).split("\n## "):
+        own = [block for block in code_of(part) if not is_file(block)]
+        lacking = set().union(*map(missing, own))
+        kept += [] if lacking else own
+        absent |= lacking
+    return kept, sorted(absent)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not all(map(is_file, blocks(page)))])
 def test_a_page_can_be_pasted_and_is_a_script(page, tmp_path):
-    lines = [block for block in blocks(page) if not is_file(block)]
-    for package in sorted(set().union(*map(imported, lines))):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{page} imports {package}")
+    lines, absent = lines_of(page)
+    if not lines:
+        pytest.skip(f"{page} imports {', '.join(absent)}")
     folders = [tmp_path / name for name in ("pasted", "script")]
     for folder in folders:
         folder.mkdir()
@@ -60,9 +74,48 @@ def test_a_page_can_be_pasted_and_is_a_script(page, tmp_path):
         assert session.leave() == 0
 
 
+class Reader(code.InteractiveConsole):
+    """Takes lines as a session does, and compiles what is complete without running it."""
+
+    def __init__(self):
+        super().__init__()
+        self.problems = []
+
+    def runcode(self, code):
+        """Do nothing."""
+
+    def showsyntaxerror(self, *_, **__):
+        self.problems.append(f"{sys.exc_info()[1]}")
+
+
+def problems(block):
+    """Return the syntax errors in a block if it is pasted."""
+    reader = Reader()
+    for line in [*block.splitlines(), ""]:
+        reader.push(line)
+    # a session refuses these too, but the standard library's console waits for more lines
+    return reader.problems + re.findall(r"^.*: *(?:#.*)?\n\n+ +.*", block, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_is_a_syntax_error_in_a_session(page):
+    # of every package, also of those that are not installed here
+    assert [found for block in blocks(page) if not is_file(block) for found in problems(block)] == []
+
+
+@pytest.mark.parametrize(
+    "block",
+    ["for x in y:\n    x\ny", "class A:\n    x = 1\n\n    y = 2", "with a:\n\n    b"],
+    ids=["a statement after a block", "a blank line in a block", "a blank line at its start"],
+)
+def test_such_lines_are_syntax_errors(block):
+    assert problems(block)
+    ast.parse(block)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if any(map(is_file, blocks(page)))])
 def test_a_file_for_torchrun_cannot_be_pasted_and_its_page_says_so(page, tmp_path):
-    before, *_ = text(page).split("dist.init_process_group()")
+    before, *_ = text(page).split("init_process_group(")
     assert "`torchrun --nproc-per-node=2 file.py`" in before
     assert "can't be pasted into a Python session" in " ".join(before.split())
     with Session(tmp_path) as session:
