@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import re
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import gradiometer as gm
 from gradiometer.demo import app as demo
 from gradiometer.demo import training
+from gradiometer.demo.progress import progress
 from gradiometer.runs.reader import read_run
 
 FAULTY = "blocks.1.up.weight"
@@ -58,7 +60,7 @@ def run(capsys, tmp_path):
 
 
 def checks(output):
-    lines = output.partition("What was checked\n")[2].splitlines()
+    lines = output.partition("What was checked\n")[2].partition("\n\n")[0].splitlines()
     return {line[10:34].strip(): (line[:8].strip(), line[36:]) for line in lines}
 
 
@@ -80,6 +82,15 @@ def test_the_demo_names_both_faults_with_their_steps_and_leaves_a_page(run):
     assert re.match(r"0 among [1-9]\d\d operators", found["host syncs in the step"][1])
     assert found["lost by the monitor"][1] == "0 steps, 0 failures"
     assert len(output.splitlines()) <= 60
+    # it says what trains, and how long it takes, before it compiles anything
+    before, _, after = output.partition("compiling the step with the monitor, usually half a minute ... ")
+    assert re.search(r"Model: CharacterTransformer, 2 layers .*, [\d,]+ parameters in 21 tensors\.\n", before)
+    assert "Data: 1,048,576 characters of the source code of Python's standard library" in before
+    assert "about 2 minutes" in before.splitlines()[0]
+    assert re.match(r"\d+ s\n", after)
+    # a finding is told once, and nothing is rewritten where there is no terminal
+    assert output.count("1 Inf of 9,216") == 1
+    assert "\r" not in output
     # except for the path of the page, which may be long
     lines = [line for line in output.splitlines() if str(folder) not in line]
     assert [line for line in lines if len(line) > 100] == []
@@ -91,7 +102,18 @@ def test_the_demo_names_both_faults_with_their_steps_and_leaves_a_page(run):
     assert record.report().inf == [FAULTY]
     assert record.skipped
     assert str(folder / "report.html") in output
-    assert (folder / "report.html").read_text(encoding="utf-8").count(FAULTY)
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert FAULTY in page
+    assert "CharacterTransformer" in page
+
+
+def test_a_terminal_counts_the_seconds_of_what_takes_long(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with progress("compiling"):
+        written = ""
+        while not re.fullmatch(r"compiling \.\.\. (\rcompiling \.\.\. \d+ s)+", written):
+            written += capsys.readouterr().out
+    assert re.fullmatch(r"\rcompiling \.\.\. \d+ s\n", capsys.readouterr().out)
 
 
 @pytest.mark.usefixtures("small", "_graphs_run_as_they_are")

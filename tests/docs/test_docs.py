@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import re
 import tomllib
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import gradiometer as gm
-from support.pages import ROOT, blocks, execute
+from support.pages import ROOT, blocks, close, execute, text
 
 pytestmark = pytest.mark.usefixtures("_eager_backend")
 
@@ -22,20 +21,22 @@ def undecorated(code):
 
 def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    loop, step, recorded, updated, inside, bits, ranks = blocks("README.md")
-    scope = execute(loop)
-    (table,) = blocks("README.md", "text")
-    assert close(capsys.readouterr().out, table)
+    pytest.importorskip("pyarrow")
+    watched, collected, step, updated, inside, bits, ranks = blocks("README.md")
+    scope = execute(watched)
+    assert "no findings" in capsys.readouterr().out
+    losses = gm.read_run("runs/first").steps["loss"].to_pylist()
+    assert len(losses) == 100
+    assert losses[-1] < losses[0]
+    assert scope["monitor"].failures == {}
+    exec(collected, scope)  # noqa: S102
+    assert "4 tensors, 16,897 elements" in capsys.readouterr().out
     # eager mode gives the same result
     eager = copy.deepcopy({name: scope[name] for name in ("model", "batches")}) | {"torch": torch, "gm": gm}
     exec(undecorated(step), eager)  # noqa: S102
     exec(step, scope)  # noqa: S102
     assert all(p.grad is None for p in scope["model"].parameters())
     assert close(str(scope["report"]), str(eager["report"]))
-    if importlib.util.find_spec("pyarrow"):
-        exec(recorded, scope)  # noqa: S102
-        assert gm.read_run("runs/first").steps.num_rows == 3
-        assert scope["monitor"].failures == {}
     exec(updated, scope)  # noqa: S102
     assert "cos(u,-g)" in capsys.readouterr().out
     assert (scope["updates"].descent_cosine > 0).all()
@@ -52,6 +53,21 @@ def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     exec(ranks, scope)  # noqa: S102
     assert scope["stats"].is_reduced
     assert scope["ranks"].size == 1
+
+
+def test_readme_home_page_and_tutorial_begin_alike():
+    begins = []
+    for page in ("README.md", "docs/index.md", "docs/tutorial.md"):
+        introduction, fence, rest = text(page).partition("```python\n")
+        assert introduction.startswith("# ")
+        assert len(introduction.splitlines()) <= 5
+        lines, *_ = rest.split("\n## ")
+        begins.append((fence + lines).replace("](docs/", "]("))
+    assert begins[0] == begins[1] == begins[2]
+    *code, command, picture = begins[0].strip().split("\n\n")
+    assert "with gm.watch(" in "".join(code)
+    assert command.startswith("```sh\ngradiometer report runs/first ")
+    assert re.fullmatch(r"!\[The page of a run.*\]\(reference/report-page\.png\)", picture)
 
 
 def test_the_page_on_statistics_runs_and_says_what_it_prints(capsys):
@@ -74,13 +90,6 @@ def test_the_page_on_activations_runs_and_says_what_it_prints(capsys):
         assert capsys.readouterr().out == said
 
 
-def close(one, other):
-    """Return whether two printed tables agree, to three digits."""
-    words = [page.replace(",", "").split() for page in (one, other)]
-    pairs = list(zip(*words, strict=True))
-    return all(a == b or float(a) == pytest.approx(float(b), rel=5e-3) for a, b in pairs)
-
-
 def test_of_two_norms_the_page_says_which_is_right(capsys):
     scope = execute(*blocks("docs/explanation/numerics.md"))
     assert "a model" in capsys.readouterr().out
@@ -92,34 +101,31 @@ def test_of_two_norms_the_page_says_which_is_right(capsys):
 
 def test_every_way_to_compile_a_step_runs(tmp_path, monkeypatch):
     # two are for several ranks: see test_ranks_compile.py
-    *blocks_of_page, _, _, saved, loaded = blocks("docs/how-to/compile.md")
-    assert len(blocks_of_page) == 5
-    model = torch.nn.Linear(4, 2)
-    x, y = torch.randn(8, 4), torch.randn(8, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scope = {"model": model, "loss_fn": torch.nn.functional.mse_loss, "lr": 0.1, "torch": torch, "gm": gm}
-    scope |= {"x": x, "y": y, "optimizer": optimizer}
+    setup, first, outside, whole, functional, after, _, _, saved, loaded = blocks("docs/how-to/compile.md")
+    scope = execute(setup)
+    model, x, y = (scope[name] for name in ("model", "x", "y"))
 
-    exec(blocks_of_page[0], scope)  # noqa: S102
-    losses = [scope["step"](x, y)[0].item() for _ in range(3)]
+    exec(first, scope)  # noqa: S102
+    losses = [scope["loss"].item(), *(scope["step"](x, y)[0].item() for _ in range(3))]
     assert losses == sorted(losses, reverse=True)
-    assert scope["step"](x, y)[1].names == ("weight", "bias")
+    names = tuple(name for name, _ in model.named_parameters())
+    assert scope["stats"].names == names
 
-    before = model.weight.detach().clone()
-    exec(blocks_of_page[1], scope)  # noqa: S102
-    assert scope["stats"].names == ("weight", "bias")
-    assert not torch.equal(model.weight, before)
+    before = model[0].weight.detach().clone()
+    exec(outside, scope)  # noqa: S102
+    assert scope["stats"].names == names
+    assert not torch.equal(model[0].weight, before)
 
-    check_the_whole_step(blocks_of_page[2], scope)
+    check_the_whole_step(whole, scope)
 
-    exec(blocks_of_page[3], scope)  # noqa: S102
-    params = {name: p.detach().clone() for name, p in model.named_parameters()}
-    _, stats = scope["step"](params, x, y)
+    exec(functional, scope)  # noqa: S102
+    expected = scope["stats"].columns
     torch.nn.functional.mse_loss(model(x), y).backward()
-    assert torch.equal(stats.columns, gm.collect_grads(model).columns)
+    assert torch.equal(expected, gm.collect_grads(model).columns)
+    model.zero_grad()
 
-    exec(blocks_of_page[4], scope)  # noqa: S102
-    assert torch.equal(scope["update"]().columns, stats.columns)
+    exec(after, scope)  # noqa: S102
+    assert torch.equal(scope["stats"].columns, expected)
 
     # in a new process: see test_saved_programs.py
     monkeypatch.chdir(tmp_path)
@@ -131,11 +137,11 @@ def test_every_way_to_compile_a_step_runs(tmp_path, monkeypatch):
 def check_the_whole_step(code, scope):
     """Run it in eager mode and compiled: one trace, the same numbers, and a step with a NaN is skipped."""
     scopes = [scope | {"model": copy.deepcopy(scope["model"])} for _ in range(2)]
-    for own, text in zip(scopes, (undecorated(code), code), strict=True):
+    for own, written in zip(scopes, (undecorated(code), code), strict=True):
         own["model"].zero_grad()
-        exec(text, own)  # noqa: S102
+        exec(written, own)  # noqa: S102
         assert own["found"]["updated"].item()
-    batches = [(torch.randn(8, 4), torch.randn(8, 2)) for _ in range(4)]
+    batches = [(torch.randn(32, 16), torch.randn(32, 1)) for _ in range(4)]
     batches[2][0][0, 0] = float("nan")
     for i, (x, y) in enumerate(batches):
         bound = torch.tensor(0.1 * (i + 1))

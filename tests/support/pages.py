@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -32,6 +34,13 @@ def execute(*code, **scope):
     for block in code:
         exec(block, scope)  # noqa: S102 the page's own code
     return scope
+
+
+def close(one, other):
+    """Return whether two printed tables agree, to three digits."""
+    words = [page.replace(",", "").split() for page in (one, other)]
+    pairs = list(zip(*words, strict=True))
+    return all(a == b or float(a) == pytest.approx(float(b), rel=5e-3) for a, b in pairs)
 
 
 def load(path):

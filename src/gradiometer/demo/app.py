@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -25,6 +26,7 @@ import torch
 import torch._dynamo.config
 
 import gradiometer as gm
+from gradiometer.demo.progress import progress
 from gradiometer.demo.training import FAULTY, LR, Backend, Probe, Training
 from gradiometer.rules import headlines
 
@@ -190,26 +192,28 @@ def _show_times(training: Training, watched: Step, plain: Step) -> int:
     times: dict[Step, list[float]] = {watched: [], plain: []}
     deadline = time.perf_counter() + TIMING_SECONDS
     rounds = 0
-    while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() < deadline):
-        # the order alternates, so that neither always follows the other
-        for step in (watched, plain) if rounds % 2 else (plain, watched):
-            start = time.perf_counter()
-            step()
-            training.wait()
-            times[step].append(1e3 * (time.perf_counter() - start))
-        rounds += 1
+    print()
+    with progress(f"timing the steps with and without the monitor in turns, about {TIMING_SECONDS:.0f} s"):
+        while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() < deadline):
+            # the order alternates, so that neither always follows the other
+            for step in (watched, plain) if rounds % 2 else (plain, watched):
+                start = time.perf_counter()
+                step()
+                training.wait()
+                times[step].append(1e3 * (time.perf_counter() - start))
+            rounds += 1
     before, after = median(times[plain]), median(times[watched])
     low, _, high = quantiles([a - b for a, b in zip(times[watched], times[plain], strict=True)])
     print(
-        f"\nTime per step, median of {rounds}: {before:.1f} ms without the monitor, {after:.1f} ms with it,\n"
+        f"Time per step, median of {rounds}: {before:.1f} ms without the monitor, {after:.1f} ms with it,\n"
         f"  {after - before:+.1f} ms, {100 * (after / before - 1):+.1f} %"
         f" (middle half {low:+.1f} to {high:+.1f})"
     )
     return rounds
 
 
-def _write_page(folder: Path, steps: int, checks: _Checks) -> None:
-    """Write the page of the run, and check the run record on disk."""
+def _write_page(folder: Path, steps: int, checks: _Checks) -> Path:
+    """Check the run record on disk, write the page of the run, and return its path."""
     from gradiometer.runs import read_run  # noqa: PLC0415 needs optional packages
     from gradiometer.web import write_page  # noqa: PLC0415 likewise
 
@@ -217,11 +221,7 @@ def _write_page(folder: Path, steps: int, checks: _Checks) -> None:
     found = run.steps.num_rows
     on_disk = f"{found} of {steps} steps, {len(run.findings)} findings"
     checks.add("the run is on disk", on_disk, ok=found == steps)
-    page = write_page(run)
-    is_on_path = shutil.which("gradiometer")
-    command = "gradiometer" if is_on_path else f"{os.path.relpath(sys.executable)} -m gradiometer"
-    print(f"Read the run record with: {command} show {folder}")
-    print(f"Open its page in a browser: {page.resolve()}")
+    return write_page(run)
 
 
 def _demo(training: Training, name: str, steps: int, folder: Path | None) -> bool:
@@ -229,6 +229,9 @@ def _demo(training: Training, name: str, steps: int, folder: Path | None) -> boo
     backends = Backend(name), Backend(name)
     records: list[gm.StepRecord] = []
     with gm.Monitor(training.model, run_dir=folder, sinks=[records.append]) as monitor:
+        # the demo prints the findings itself
+        monitor.logger = logging.getLogger("gradiometer.demo")
+        monitor.logger.setLevel(logging.CRITICAL)
         watched = training.compile(backends[0], monitor)
         plain = training.compile(backends[1], None)
         graphs = [backend.graphs for backend in backends]
@@ -243,9 +246,13 @@ def _demo(training: Training, name: str, steps: int, folder: Path | None) -> boo
     checks.add("recompiles", f"{again} in {calls} calls after the first", ok=again == 0)
     lost = f"{monitor.dropped} steps, {sum(monitor.failures.values())} failures"
     checks.add("lost by the monitor", lost, ok=not monitor.dropped and not monitor.failures)
-    if folder is not None:
-        _write_page(folder, monitor.step, checks)
+    page = None if folder is None else _write_page(folder, monitor.step, checks)
     print(f"\nWhat was checked\n{checks}")
+    if page is not None:
+        is_on_path = shutil.which("gradiometer")
+        command = "gradiometer" if is_on_path else f"{os.path.relpath(sys.executable)} -m gradiometer"
+        print(f"\nRead the run record with: {command} show {folder}")
+        print(f"Open its page in a browser: {page.resolve()}")
     return checks.passed
 
 
@@ -261,6 +268,7 @@ def _inductor_problem(device: torch.device) -> str | None:
 def _parse(
     argv: Sequence[str] | None, prog: str = "python -m gradiometer.demo"
 ) -> tuple[torch.device, str, argparse.Namespace]:
+    """Return the device, the backend and the options; print what there is, and what takes long."""
     parser = argparse.ArgumentParser(prog=prog, description="Record a small training run with two faults.")
     parser.add_argument("--steps", type=int, default=100, help="steps before the first fault (default: 100)")
     parser.add_argument("--device", help="cpu, cuda or xpu (default: a GPU if there is one, else cpu)")
@@ -284,7 +292,12 @@ def _parse(
     if wanted.split(":")[0] not in {*gpus, "cpu"}:
         parser.error(f"--device {wanted} is not available here; choose from {', '.join([*gpus, 'cpu'])}")
     device, backend = torch.device(wanted), options.backend
-    problem = None if backend == "aot_eager" else _inductor_problem(device)
+    threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
+    print(f"gradiometer {gm.__version__}, torch {torch.__version__}, {device}{threads}; about 2 minutes")
+    problem = None
+    if backend != "aot_eager":
+        with progress("compiling a function, to see whether Inductor works here"):
+            problem = _inductor_problem(device)
     if problem and backend:
         msg = f"--backend {backend} does not work here: {problem}; use aot_eager, which needs no compiler"
         parser.error(msg)
@@ -308,12 +321,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m gradiometer.d
         # otherwise Inductor recommends it in a warning
         torch.set_float32_matmul_precision("high")
     training = Training(device, options.seed)
-    threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     print(
-        f"gradiometer {gm.__version__}, torch {torch.__version__}, {device}{threads}, {backend}\n"
-        f"A transformer of {sum(p.numel() for p in training.parameters):,} parameters in"
-        f" {len(training.parameters)} tensors trains on Python's standard library;\n"
-        "forward, backward, recording of every gradient and AdamW are one compiled graph."
+        f"{training}\nForward, backward, recording of every gradient and AdamW are one compiled graph, "
+        f"by {backend}.\n"
     )
     # off by default up to torch 2.15
     with torch._dynamo.config.patch(trace_autograd_ops=True):  # noqa: SLF001

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sysconfig
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradiometer.demo.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,7 +65,9 @@ class _Block(nn.Module):
         return torch.add(x, self.down(gelu(self.up(self.norm2(x)))))
 
 
-class _Model(nn.Module):
+class CharacterTransformer(nn.Module):
+    """A small GPT that predicts the next character; the page of the run shows the name of this class."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -77,6 +80,7 @@ class _Model(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a batch."""
         x = self.blocks(self.embed(tokens) + self.position.weight)
         return cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
@@ -130,7 +134,7 @@ class Training:
     def __init__(self, device: torch.device, seed: int) -> None:
         torch.manual_seed(seed)
         self.device = device
-        self.model = _Model().to(device)
+        self.model = CharacterTransformer().to(device)
         self.parameters = list(self.model.parameters())
         self.moments = [(torch.zeros_like(p.data), torch.zeros_like(p.data)) for p in self.parameters]
         self.count = torch.zeros((), device=device)
@@ -153,14 +157,10 @@ class Training:
             self._update(lr, None if monitor is None else monitor.skip_step)
             return loss.detach()
 
-        print(
-            f"compiling the step {'without' if monitor is None else 'with'} the monitor ... ",
-            end="",
-            flush=True,
-        )
-        start, compiled = time.perf_counter(), torch.compile(step, fullgraph=True, backend=backend)
-        compiled(*self._batch(), self.lr, self.fault)
-        print(f"{time.perf_counter() - start:.0f} s")
+        compiled = torch.compile(step, fullgraph=True, backend=backend)
+        which = "without" if monitor is None else "with"
+        with progress(f"compiling the step {which} the monitor, usually half a minute"):
+            compiled(*self._batch(), self.lr, self.fault)
 
         def take() -> Tensor:
             loss: Tensor = compiled(*self._batch(), self.lr, self.fault)
@@ -194,6 +194,16 @@ class Training:
         """Wait until the device has finished its work."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
+
+    def __str__(self) -> str:
+        """Return what trains on what."""
+        model, elements = self.model, sum(p.numel() for p in self.parameters)
+        return (
+            f"Model: {type(model).__name__}, {LAYERS} layers of width {WIDTH} with {HEADS} heads, "
+            f"{elements:,} parameters in {len(self.parameters)} tensors.\n"
+            f"Data: {len(self.text):,} characters of the source code of Python's standard library, "
+            f"in batches of {BATCH} x {CONTEXT}."
+        )
 
     def state(self) -> list[Tensor]:
         """Return all tensors that a step changes."""
