@@ -29,6 +29,9 @@ MOST_RANGES: Final = 1000
 MOST_LETTERS: Final = 600  # per message
 _TIMES: Final = " \u00d7 "
 _FIRST: Final = {"loss": 0, "lr": 1}
+# the scalars of steps whose gradients are clipped: the limit, and what the gradients were multiplied by
+_LIMIT: Final = "clip_max_norm"
+_FACTOR: Final = "clip_factor"
 
 
 class Page(NamedTuple):
@@ -55,13 +58,16 @@ def page_of(run: Run) -> Page:
     scalars = _scalars(run)
     loss, has_loss = scalars.get("loss", (norm, torch.zeros_like(has_norm)))
     bad_norm, bad_loss = has_norm & ~norm.isfinite(), has_loss & ~loss.isfinite()
+    limit, factor = (scalars.get(name, (norm, torch.zeros_like(has_norm))) for name in (_LIMIT, _FACTOR))
+    # the limit is drawn with the norm
+    scalars.pop(_LIMIT, None)
     drawn = dict(list(scalars.items())[:MOST_SCALARS])
     # the totals of other kinds than gradients
     own = [name for kind in kinds for name in kind.schema.names if name not in TENSORS]
     for name in dict.fromkeys(own):
         if name in steps.column_names and steps[name].null_count < len(steps):
             drawn[name.replace("_", " ")] = _numbers(steps[name].to_pylist())
-    most = min(MOST_POINTS, ALL_POINTS // (len(drawn) + 1))
+    most = min(MOST_POINTS, ALL_POINTS // (len(drawn) + 2))
     skipped = _truth(steps["skipped"])
     found, more_findings = _findings(run)
     values: dict[str, Any] = {
@@ -84,6 +90,9 @@ def page_of(run: Run) -> Page:
         },
         "range": [int(step[0]), int(step[-1])] if len(step) else None,
         "norm": _line(step, norm, bad_norm, most),
+        # a limit of infinity clips nothing, and is not drawn
+        "limit": _line(step, limit[0].where(limit[1], torch.nan), torch.zeros_like(has_norm), most),
+        "clipped": [int((factor[0][factor[1]] < 1).sum()), int(factor[1].sum())] if factor[1].any() else None,
         "scalars": [
             {"name": name, **_line(step, value, given & ~value.isfinite(), most)}
             for name, (value, given) in drawn.items()
