@@ -403,7 +403,9 @@ def test_a_long_line_keeps_its_extremes():
 def test_the_limit_of_the_clip_is_a_line_of_its_own(tmp_path):
     def scalars(step):
         limits = {3: math.inf, 4: 0.5}
-        return {"clip_max_norm": limits.get(step, 1.0), "clip_factor": 0.25 if step < 3 else 1.0} if step else {}
+        return (
+            {"clip_max_norm": limits.get(step, 1.0), "clip_factor": 0.25 if step < 3 else 1.0} if step else {}
+        )
 
     run = record(tmp_path / "run", [replace(one, scalars=scalars(one.step)) for one in make_records(PAIR, 6)])
     values = data.page_of(run).values

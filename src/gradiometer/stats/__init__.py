@@ -43,7 +43,7 @@ from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.table_report import TableReport, report_of
 from gradiometer.stats.taps import Taps, tap
 from gradiometer.stats.tensor_stats import TensorStats
-from gradiometer.stats.text_table import aligned, amount, percent, with_short_names
+from gradiometer.stats.text_table import TextTable, aligned, amount, html, number, percent, with_short_names
 
 __all__ = [
     "EMA",
@@ -76,6 +76,7 @@ __all__ = [
     "Taps",
     "TensorReport",
     "TensorStats",
+    "TextTable",
     "aligned",
     "amount",
     "block_losses",
@@ -93,6 +94,7 @@ __all__ = [
     "grad_norm",
     "grads_of",
     "group_ratio",
+    "html",
     "is_repeating",
     "keep_in_repeats",
     "leaves",
@@ -100,6 +102,7 @@ __all__ = [
     "materialize_async",
     "measure",
     "norms_of",
+    "number",
     "order_of",
     "outside_of_a_graph",
     "over_ranks",

@@ -43,7 +43,7 @@ const state = {
 
 const whole = (x) => x.toLocaleString("en-US", { maximumFractionDigits: 4 });
 // The format of all numbers on the page, of ticks as of tables: three significant digits without trailing zeros,
-// from 0.01 to 9,990 in full and otherwise as 1.2e−4. `number` in terminal.py is the same for text.
+// from 0.01 to 9,990 in full and otherwise as 1.2e−4. `number` in stats/text_table.py is the same for text.
 function number(x) {
   if (x === null || x === undefined) return "–";
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x > 0 ? "Inf" : "−Inf";
