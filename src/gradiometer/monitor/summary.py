@@ -6,8 +6,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from gradiometer.monitor.failures import LOG
-from gradiometer.rules import Severity, counts_text, headlines
-from gradiometer.stats import TextTable, html, number
+from gradiometer.rules import Severity, counts_text, first_of, headlines, table_of
+from gradiometer.stats import html, number
 from gradiometer.terminal import one_line, printable
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 # log lines of findings in a run
 _LINES = 20
-# headlines in a summary: warnings and errors, and others
-_WARNINGS, _OTHERS = 5, 3
 
 
 class FindingLog:
@@ -101,28 +99,17 @@ class Summary:
     def __str__(self) -> str:
         """Return some ten lines."""
         lines = [self._first, self._counts]
-        for headline in self._shown():
+        listed, more = first_of(self._headlines)
+        for headline in listed:
             lines += [str(headline), f"         {headline.advice}"]
-        lines += [*self._more(), *self._end]
+        lines += [*more, *self._end]
         return "\n".join([printable(line) for line in lines])
 
     def _repr_html_(self) -> str:
         """Return the same as HTML."""
-        rows = [
-            [*map(printable, (str(one.severity), str(one.first_step), one.message, one.advice))]
-            for one in self._shown()
-        ]
-        header = ("severity", "step", "finding", "advice") if rows else ()
-        notes = [printable(line) for line in (*self._more(), *self._end)]
-        return html(TextTable(printable(f"{self._first}; {self._counts}"), header, rows, notes=notes))
-
-    def _shown(self) -> list[Headline]:
-        bad = [one for one in self._headlines if one.severity >= Severity.WARNING]
-        return bad[:_WARNINGS] + self._headlines[len(bad) :][:_OTHERS]
-
-    def _more(self) -> list[str]:
-        left = len(self._headlines) - len(self._shown())
-        return [f"and {left} more {'cause' if left == 1 else 'causes'}"] if left else []
+        table = table_of(self._headlines)
+        notes = [*table.notes, *[printable(line) for line in self._end]]
+        return html(table._replace(headline=printable(f"{self._first}; {self._counts}"), notes=notes))
 
 
 def _last_text(last: StepRecord | None) -> str:

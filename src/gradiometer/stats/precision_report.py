@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gradiometer.stats.text_table import TextTable
 
 _NOTES: Final = (
-    "lost %: elements that a cast flushes to zero and, where it says so, that overflow; in brackets: with the",
-    "best scale, a power of two that the tensor is multiplied by before the cast",
+    "lost %: elements that a cast flushes to zero and, where it says so, that overflow; in brackets: with",
+    "the best scale, a power of two that the tensor is multiplied by before the cast",
 )
 
 

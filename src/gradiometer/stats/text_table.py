@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from html import escape
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 _LONGEST_NAME: Final = 44
 _UNITS: Final = ((10**3, "k"), (10**6, "M"), (10**9, "B"))
 # of HTML; lines that are seen on a light and on a dark ground
-_TABLE: Final = "border-collapse:collapse;font-variant-numeric:tabular-nums"
+_NUMBER: Final = re.compile(r"-|nan|-?inf|[-<]?[\d.,]+(e-?\d+)?[kMB]?|")
+_TABLE: Final = "display:block;overflow-x:auto;border-collapse:collapse;font-variant-numeric:tabular-nums"
 _CELL: Final = "padding:2px 8px;border-bottom:1px solid #8886"
 # maximum number of ranks in one cell
 _RANKS: Final = 3
@@ -50,7 +52,7 @@ def html(table: TextTable) -> str:
         made = []
         for i, cell in enumerate(cells):
             title = f' title="{escape(name)}"' if i == 0 and name not in {"", cell} else ""
-            side = "right" if right[i] else "left"
+            side = "right;white-space:nowrap" if right[i] else "left"
             made.append(f'<{kind} style="{_CELL};text-align:{side}"{title}>{escape(cell)}</{kind}>')
         return f"<tr>{''.join(made)}</tr>"
 
@@ -69,13 +71,18 @@ def html(table: TextTable) -> str:
     return "\n".join([*parts, *[f"<p>{escape(note)}</p>" for note in table.notes]])
 
 
+def preformatted(text: str) -> str:
+    """Return lines of text in HTML, for a notebook."""
+    return f"<pre>{escape(text)}</pre>"
+
+
 def _is_number(cell: str) -> bool:
-    return cell.strip() in {"", "nan", "inf"} or cell.strip()[0] in "-<0123456789"
+    return _NUMBER.fullmatch(cell.strip()) is not None
 
 
 def with_short_names(cells: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     """Return the rows with their first cells shortened."""
-    short = _shorten([row[0] for row in cells])
+    short = short_names([row[0] for row in cells])
     return [(name, *row[1:]) for name, row in zip(short, cells, strict=True)]
 
 
@@ -98,7 +105,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([first, *middle, last]).rstrip()
 
 
-def _shorten(names: list[str]) -> list[str]:
+def short_names(names: list[str]) -> list[str]:
     """Shorten long names, but keep them distinct."""
     first, last = (min(names), max(names)) if names else ("", "")
     # a prefix that the first and last in sorted order share is common to all

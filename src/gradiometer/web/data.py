@@ -9,7 +9,7 @@ import torch
 
 from gradiometer.columns import TENSORS
 from gradiometer.rules import headlines
-from gradiometer.runs import scalars_of
+from gradiometer.runs import CLIP_FACTOR, CLIP_LIMIT, scalars_of
 from gradiometer.web.exponents import exponents_of
 from gradiometer.web.head import head_of
 from gradiometer.web.matrices import describe, drawn_of, read_kind, steps_per_column
@@ -29,9 +29,6 @@ MOST_RANGES: Final = 1000
 MOST_LETTERS: Final = 600  # per message
 _TIMES: Final = " \u00d7 "
 _FIRST: Final = {"loss": 0, "lr": 1}
-# the scalars of steps whose gradients are clipped: the limit, and what the gradients were multiplied by
-_LIMIT: Final = "clip_max_norm"
-_FACTOR: Final = "clip_factor"
 
 
 class Page(NamedTuple):
@@ -58,9 +55,11 @@ def page_of(run: Run) -> Page:
     scalars = _scalars(run)
     loss, has_loss = scalars.get("loss", (norm, torch.zeros_like(has_norm)))
     bad_norm, bad_loss = has_norm & ~norm.isfinite(), has_loss & ~loss.isfinite()
-    limit, factor = (scalars.get(name, (norm, torch.zeros_like(has_norm))) for name in (_LIMIT, _FACTOR))
+    limit, factor = (
+        scalars.get(name, (norm, torch.zeros_like(has_norm))) for name in (CLIP_LIMIT, CLIP_FACTOR)
+    )
     # the limit is drawn with the norm
-    scalars.pop(_LIMIT, None)
+    scalars.pop(CLIP_LIMIT, None)
     drawn = dict(list(scalars.items())[:MOST_SCALARS])
     # the totals of other kinds than gradients
     own = [name for kind in kinds for name in kind.schema.names if name not in TENSORS]
