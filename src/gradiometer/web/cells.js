@@ -125,12 +125,12 @@ const frame = { left: 210, right: 26, top: 8, bottom: 26, outer: 0, width: 0, he
 
 const isNarrow = () => frame.outer < 560;
 const labelFont = () => `${isNarrow() ? 10 : 11}px ${colour("sans")}`;
-// The room for names at the left of the map: that of the longest, but less than a quarter of a narrow screen.
+// The room for names at the left of the map: that of the longest, but at most a quarter of a narrow screen.
 function gutter(outer) {
   const context = canvas.getContext("2d"), longest = names.toSorted((a, b) => b.length - a.length).slice(0, 20);
   context.font = labelFont();
   const widest = Math.max(0, ...longest.map((name) => context.measureText(name.slice(0, 80)).width));
-  return Math.round(Math.max(72, Math.min(widest + 26, isNarrow() ? 0.23 * outer : 230)));
+  return Math.round(Math.max(72, Math.min(widest + 26, isNarrow() ? 0.25 * outer : 230)));
 }
 function measure() {
   const outer = frame.outer = $("overview").clientWidth; // as wide as the map, which is hidden without tensors

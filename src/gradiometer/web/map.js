@@ -15,7 +15,7 @@ function paint() {
   context.font = labelFont();
   context.textBaseline = "middle";
   context.textAlign = "right";
-  const labels = rowLabels(), texts = shortLabels(context, labels.map(([text]) => text), left - 14);
+  const labels = rowLabels(), texts = shortLabels(context, labels.map(([text]) => text), left - 11);
   for (const [k, [, at, line]] of labels.entries()) {
     context.fillStyle = colour("soft");
     context.fillText(texts[k], left - 8, at);
@@ -63,8 +63,7 @@ function shortLabels(context, rows, room) {
   const key = `${room} ${rows.join("\n")}`;
   if (labelled.key !== key) {
     const marks = rows.map((row) => (row.startsWith("▸ ") ? "▸ " : ""));
-    const [mark] = marks.toSorted().toReversed();
-    const texts = shortened(rows.map((row, k) => row.slice(marks[k].length)), (text) => context.measureText(mark + text).width <= room);
+    const texts = shortened(rows.map((row, k) => row.slice(marks[k].length)), (text, k) => context.measureText(marks[k] + text).width <= room);
     labelled = { key, texts: texts.map((text, k) => marks[k] + text) };
   }
   return labelled.texts;

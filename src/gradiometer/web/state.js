@@ -62,10 +62,10 @@ const steps = (first, last) => (first === last ? `step ${whole(first)}` : `steps
 const plural = (n, one, many = `${one}s`) => `${whole(n)} ${n === 1 ? one : many}`;
 const label = (kind, i) => rowsOf(kind).names[i] + (kindOf(kind)?.suffix ?? "");
 const wordOf = (kind) => kind.replaceAll("_", " ");
-// Returns names that `fits` says are short enough. Long ones are shortened in the middle to whole words between
+// Returns names that `fits(name, k)` says are short enough, where k is their place. Long ones are shortened in the middle to whole words between
 // dots; if names would be alike or words would break, at the beginning, or without what the long ones begin with.
 function shortened(texts, fits) {
-  const isLong = texts.map((text) => text.length > 200 || !fits(text)), long = texts.filter((_, k) => isLong[k]).toSorted();
+  const isLong = texts.map((text, k) => text.length > 200 || !fits(text, k)), long = texts.filter((_, k) => isLong[k]).toSorted();
   if (!long.length) return texts;
   const [first, last] = [long[0], long.at(-1)];
   let same = 0;
@@ -76,9 +76,9 @@ function shortened(texts, fits) {
     let broken = 0;
     const found = texts.map((text, k) => {
       if (!isLong[k]) return text;
-      const whole = elided(text.slice(start), start ? "…" : "", fits, heads);
+      const own = (one) => fits(one, k), whole = elided(text.slice(start), start ? "…" : "", own, heads);
       broken += whole === null;
-      return whole ?? clipped(text, fits);
+      return whole ?? clipped(text, own);
     });
     const score = new Set(found).size - 0.5 * broken;
     if (best === null || score > best.score) best = { score, found };
