@@ -93,6 +93,16 @@ def test_any_report_is_drawn(report):
     report.plot().figure.canvas.draw()
 
 
+@pytest.mark.usefixtures("plt")
+def test_losses_in_a_format_are_drawn_in_percent():
+    report = gm.precision_report({"all": torch.full((4,), 1e-30), "half": torch.tensor([1.0, 1e9])})
+    ax = report.plot("float16")
+    assert dots_of(ax)[0] == {"all": 100.0, "half": 50.0}
+    assert ax.get_xlabel() == "fp16 lost %"
+    with pytest.raises(ValueError, match=r"value must be one of 'float16', .*, got 'norm'"):
+        report.plot("norm")
+
+
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, report):
     def missing(module):
         raise ModuleNotFoundError(f"No module named {module!r}", name="matplotlib")

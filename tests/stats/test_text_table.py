@@ -41,7 +41,7 @@ def test_a_number(x, text):
 
 
 def test_more_digits():
-    assert [number(x, 5) for x in (2.31041, 12345.6, 1.0)] == ["2.3104", "1.2346e4", "1"]
+    assert [number(x, 5) for x in (2.31041, 12345.6, 123456.0)] == ["2.3104", "12,346", "1.2346e5"]
     assert number(5.26, 2) == "5.3"
 
 

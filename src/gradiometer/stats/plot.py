@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
+    from gradiometer.columns import Schema
+
 INK: Final = "#0068a5"
 # flags, most severe first: their word, and a color and a marker, which also tell them apart in greyscale
 _FLAGS: Final = (
@@ -26,6 +28,15 @@ _PLAIN: Final = (Flag(0), None, INK, "o")
 # where values without a place on the axis are drawn: 0 on a logarithmic one, and NaN and infinity
 _START, _END = 0.015, 0.985
 _LETTERS: Final = 75
+
+
+def drawable(schema: Schema, names: Sequence[str]) -> dict[str, tuple[str, bool]]:
+    """Return the label of each value, and whether it takes a logarithmic axis; counts are last."""
+    found = {}
+    for name in sorted(dict.fromkeys(names), key=lambda name: schema[name].style in {"count", "rare"}):
+        label = schema[name].heading or name.replace("_", " ")
+        found[name] = label, schema[name].style not in {"fraction", "cosine"}
+    return found
 
 
 def new_axes(rows: int, width: float, height: float) -> list[Axes]:

@@ -161,6 +161,13 @@ class PrecisionReport(TableReport[PrecisionRow]):
         """Return the table that ``print`` shows: ``max_rows`` tensors that lose most at their best scale."""
         return super().to_string(max_rows)
 
+    def _drawable(self) -> dict[str, tuple[str, bool]]:
+        return {form.name: (f"{form.short} lost %", False) for form in self._formats}
+
+    def _drawn(self, row: PrecisionRow, name: str) -> float:
+        fit = row.formats[name]
+        return 100 * (fit.n_flushed + fit.n_overflowed) / max(1, row.numel)
+
     def ordered(self) -> list[PrecisionRow]:
         """Return the rows in the order of the printed table: those that lose most first."""
         return sorted(self.rows(), key=_worst, reverse=True)

@@ -269,7 +269,8 @@ class TableReport(Mapping[str, Row]):
         shares are not. Flags have colors.
 
         Args:
-            value: an attribute of the rows, such as ``"norm"``; by default the first value of the table.
+            value: an attribute of the rows, such as ``"norm"``, or the name of a format for a
+                `PrecisionReport`; by default the first value of the table.
             ax: the axes to draw on; by default those of a new figure.
             max_rows: the number of rows; None for all.
 
@@ -279,30 +280,32 @@ class TableReport(Mapping[str, Row]):
 
         >>> import torch, gradiometer as gm
         >>> report = gm.collect({"w": torch.tensor([3.0, 4.0])}).materialize()
-        >>> ax = report.plot("rms")                                        # doctest: +SKIP
-        >>> ax.figure.savefig("rms.png")                                   # doctest: +SKIP
+        >>> report.plot("rms").figure.savefig("rms.png")                   # doctest: +SKIP
         """
-        shown = self._shown_values
-        others = [name for name in self._values if name not in shown]
-        styles = {name: self.schema[name].style for name in (*shown, *others)}
+        axes = self._drawable()
         if value is None:
-            value = next((name for name in shown if styles[name] not in {"count", "rare"}), shown[0])
-        if value not in styles:
-            allowed = ", ".join(map(repr, styles))
-            raise ValueError(f"plot: value must be one of {allowed}, got {value!r}")
+            value = next(iter(axes))
+        if value not in axes:
+            raise ValueError(f"plot: value must be one of {', '.join(map(repr, axes))}, got {value!r}")
+        label, is_log = axes[value]
         ordered: list[Any] = self.ordered()
         rows = ordered if max_rows is None else ordered[:max_rows]
-        bits = dict(zip(self.names, self._bits, strict=True))
-        left, is_share = len(ordered) - len(rows), styles[value] == "fraction"
+        bits, left = dict(zip(self.names, self._bits, strict=True)), len(ordered) - len(rows)
         return plot.plot_rows(
             [printable(row.name) for row in rows],
-            [float(getattr(row, value)) * (100 if is_share else 1) for row in rows],
+            [self._drawn(row, value) for row in rows],
             [bits[row.name] for row in rows],
             title=self._headline() + (f", {left} more are not drawn" if left else ""),
-            label=self.schema[value].heading or value.replace("_", " "),
-            is_log=styles[value] not in {"fraction", "cosine"},
+            label=label,
+            is_log=is_log,
             ax=ax,
         )
+
+    def _drawable(self) -> dict[str, tuple[str, bool]]:
+        return plot.drawable(self.schema, (*self._shown_values, *self._values))
+
+    def _drawn(self, row: Row, name: str) -> float:
+        return float(getattr(row, name)) * (100 if self.schema[name].style == "fraction" else 1)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._headline()}>"

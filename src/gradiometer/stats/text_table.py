@@ -140,7 +140,8 @@ def _width(text: str) -> int:
 def number(x: float, digits: int = 3) -> str:
     """Return a number with this many significant digits and without trailing zeros.
 
-    It is in full from 0.01 to 9,990, and otherwise as ``1.2e-4``. The report page has the same format.
+    With three digits it is in full from 0.01 to 9,990, and otherwise as ``1.2e-4``; with more digits, larger
+    ones are in full, too. The report page has the same format.
 
     >>> [number(x) for x in (0.0, 1.5, 0.012345, 1234.5, 0.00012, 1e20)]
     ['0', '1.5', '0.0123', '1,230', '1.2e-4', '1e20']
@@ -149,7 +150,7 @@ def number(x: float, digits: int = 3) -> str:
         return f"{abs(x) if x == 0 else x:g}"
     mantissa, power = f"{x:.{digits - 1}e}".split("e")
     exponent = int(power)
-    if -2 <= exponent < 4:
+    if -2 <= exponent < max(4, digits):
         text = f"{float(f'{mantissa}e{power}'):,.{max(digits - 1 - exponent, 0)}f}"
         return text.rstrip("0").rstrip(".") if "." in text else text
     return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{exponent}"
