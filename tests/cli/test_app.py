@@ -573,4 +573,4 @@ def test_colours_are_for_terminals_and_can_be_switched_off(call, run, monkeypatc
 
 def test_numbers_are_short_and_tell_zero_from_small():
     numbers = [tables.number(x) for x in (0.0, -0.0, 1e-9, 0.1234567, 1234567.0, math.nan, -math.inf, None)]
-    assert numbers == ["0", "0", "1.00e-09", "0.123", "1.23e+06", "nan", "-inf", "-"]
+    assert numbers == ["0", "0", "1e-9", "0.123", "1.23e6", "nan", "-inf", "-"]

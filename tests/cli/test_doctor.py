@@ -57,7 +57,7 @@ def test_every_package_is_one_that_an_extra_installs():
     for package, (extra, use) in doctor.EXTRAS.items():
         assert package in installs[extra], package
         assert use
-    wanted = "monitor tensorboard wandb mlflow transformers lightning frame safetensors"
+    wanted = "monitor tensorboard wandb mlflow transformers lightning frame plot safetensors"
     assert set().union(*(installs[extra] for extra in wanted.split())) == set(doctor.EXTRAS)
 
 

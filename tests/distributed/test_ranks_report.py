@@ -38,15 +38,15 @@ LOCAL = "4 tensors, this rank's shards only (TensorStats.reduce() merges them), 
 
 TABLE = """\
 4 tensors of all ranks, 37 elements, total norm nan, health 0.00, 1 with NaN, 1 exploding
-───────────────────────────────────────────────────────────────────────────────────────────
-name      elements       norm        rms    abs max  zero %  NaN  ±Inf  rank  flags
-───────────────────────────────────────────────────────────────────────────────────────────
-0.weight        24        nan  2.000e+00  2.000e+00       0    1     -     1  NAN EXPLODING
-0.bias           6  4.899e+00  2.000e+00  2.000e+00       0    -     -     -
-1.weight         6  4.899e+00  2.000e+00  2.000e+00       0    -     -     -
-1.bias           1  2.000e+00  2.000e+00  2.000e+00       0    -     -     -
-───────────────────────────────────────────────────────────────────────────────────────────
-total           37        nan  2.000e+00  2.000e+00       0    1     -     1  1 flagged"""
+──────────────────────────────────────────────────────────────────────────────
+name      elements  norm  rms  abs max  zero %  NaN  ±Inf  rank  flags
+──────────────────────────────────────────────────────────────────────────────
+0.weight        24   nan    2        2       0    1     -     1  NAN EXPLODING
+0.bias           6   4.9    2        2       0    -     -     -
+1.weight         6   4.9    2        2       0    -     -     -
+1.bias           1     2    2        2       0    -     -     -
+──────────────────────────────────────────────────────────────────────────────
+total           37   nan    2        2       0    1     -     1  1 flagged"""
 
 
 def _reports(rank):

@@ -231,7 +231,7 @@ def test_the_end_of_a_run_says_what_was_recorded(tmp_path, caplog):
     with gm.Monitor(nn.Linear(2, 1), run_dir=tmp_path, rules=(), every=2) as monitor:
         train(monitor, 5)
     monitor.close()
-    said = "the run ended: 5 steps, 3 of them with tensors; no findings; dropped: 0; failures: none"
+    said = "the run ended: 5 steps, 3 of them with tensors; no findings"
     said += f"; gradiometer show {tmp_path}"
     assert end_of(caplog) == (logging.INFO, said)
 
@@ -250,7 +250,7 @@ def test_dropped_counts_steps_that_the_disk_lost_and_the_end_says_so(tmp_path, f
     assert run.steps["step"].to_pylist() == [0, 1, *range(15, 22)]
     failed = monitor.failures["sink RunRecord"]
     said = (
-        "the run ended: 22 steps, 22 of them with tensors; no findings; dropped: 13; "
+        "the run ended: 22 steps, 22 of them with tensors; no findings; dropped: 13 steps; "
         f"failures: sink RunRecord ({failed}); gradiometer show {tmp_path}"
     )
     assert end_of(caplog) == (logging.WARNING, said)
@@ -274,7 +274,7 @@ def test_steps_of_a_run_that_cannot_be_opened_are_dropped(tmp_path, caplog):
     with gm.Monitor(nn.Linear(2, 1), run_dir=tmp_path / "file", rules=()) as monitor:
         train(monitor, 4)
     assert monitor.dropped == 4
-    said = "the run ended: 4 steps, 4 of them with tensors; no findings; dropped: 4; "
+    said = "the run ended: 4 steps, 4 of them with tensors; no findings; dropped: 4 steps; "
     said += f"failures: sink RunRecord (1); gradiometer show {tmp_path / 'file'}"
     assert end_of(caplog) == (logging.WARNING, said)
 

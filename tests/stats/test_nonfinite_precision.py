@@ -16,18 +16,20 @@ TENSORS = {
 
 def test_a_tensor_without_finite_elements_fits_nothing():
     lines = str(gm.precision_report(TENSORS, ["float16"])).splitlines()
-    assert lines[0].startswith("3 tensors, 2 of them with NaN or Inf, 15 elements; nothing is lost in fp16 2")
+    assert lines[0].startswith(
+        "3 tensors, 2 of them with NaN or Inf, 15 elements; tensors without loss: fp16 2"
+    )
     (nan,) = [line for line in lines if line.startswith("nan")]
     (some,) = [line for line in lines if line.startswith("some")]
     assert nan.split()[3:] == ["-,", "8", "NaN", "-"]
-    assert some.split()[3:] == ["0", "…", "0,", "1", "NaN,", "2", "Inf", "ok"]
+    assert some.split()[3:] == ["0", "…", "0,", "1", "NaN,", "2", "Inf", "0"]
 
 
 @pytest.mark.parametrize("formats", ["fp16", torch.float16, ["float16", "fp16", torch.float16]])
 def test_a_format_may_be_given_alone_or_twice(formats):
     report = gm.precision_report(TENSORS, formats)
     assert report.formats == ("float16",)
-    assert "ok" in str(report)
+    assert str(report).count("fp16 lost %") == 1
 
 
 @pytest.mark.parametrize("q", ["x", None, torch.ones(2), -0.1, float("nan")])

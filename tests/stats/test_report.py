@@ -265,45 +265,45 @@ def assert_aligned(text: str) -> None:
 def test_a_small_table_looks_like_this() -> None:
     expected = """\
 6 tensors, 120.0k elements, total norm nan, health 0.00, 1 with NaN, 1 with Inf, 3 exploding, 1 dead, 2 vanishing
-───────────────────────────────────────────────────────────────────────────────────────────────
-name            elements       norm        rms    abs max  zero %  NaN  ±Inf  flags
-───────────────────────────────────────────────────────────────────────────────────────────────
-head.bias              4        nan  1.000e+00  1.000e+00       0    1     2  NAN INF EXPLODING
-head.weight           16  4.000e+03  1.000e+03  1.000e+03       0    -     -  EXPLODING
-embed.weight      120.0k  1.732e+02  5.000e-01  5.000e-01       0    -     -  EXPLODING
-block.0.bias           3          0          0          0     100    -     -  VANISHING DEAD
-scale                  1  9.313e-10  9.313e-10  9.313e-10       0    -     -  VANISHING
-block.0.weight         4  5.000e+00  2.500e+00  4.000e+00    50.0    -     -
-───────────────────────────────────────────────────────────────────────────────────────────────
-total             120.0k        nan  1.156e+01  1.000e+03    <0.1    1     2  5 flagged"""  # noqa: E501
+────────────────────────────────────────────────────────────────────────────────────────────
+name            elements      norm       rms   abs max  zero %  NaN  ±Inf  flags
+────────────────────────────────────────────────────────────────────────────────────────────
+head.bias              4       nan         1         1       0    1     2  NAN INF EXPLODING
+head.weight           16     4,000     1,000     1,000       0    -     -  EXPLODING
+embed.weight      120.0k       173       0.5       0.5       0    -     -  EXPLODING
+block.0.bias           3         0         0         0     100    -     -  VANISHING DEAD
+scale                  1  9.31e-10  9.31e-10  9.31e-10       0    -     -  VANISHING
+block.0.weight         4         5       2.5         4    50.0    -     -
+────────────────────────────────────────────────────────────────────────────────────────────
+total             120.0k       nan      11.6     1,000    <0.1    1     2  5 flagged"""  # noqa: E501
     assert str(report_of(MIXED)) == expected
     assert_aligned(expected)
 
 
 def test_an_abridged_table_looks_like_this() -> None:
     expected = """\
-5 tensors, 120.0k elements, total norm 4.004e+03, health 0.48, 2 exploding, 1 dead, 2 vanishing
-─────────────────────────────────────────────────────────────────────────────────────
-name          elements       norm        rms    abs max  zero %  NaN  ±Inf  flags
-─────────────────────────────────────────────────────────────────────────────────────
-head.weight         16  4.000e+03  1.000e+03  1.000e+03       0    -     -  EXPLODING
-embed.weight    120.0k  1.732e+02  5.000e-01  5.000e-01       0    -     -  EXPLODING
-… 3 more, norm 0 to 5.000e+00, 2 of them flagged
-─────────────────────────────────────────────────────────────────────────────────────
-total           120.0k  4.004e+03  1.156e+01  1.000e+03    <0.1    -     -  4 flagged"""
+5 tensors, 120.0k elements, total norm 4,000, health 0.48, 2 exploding, 1 dead, 2 vanishing
+───────────────────────────────────────────────────────────────────────────
+name          elements   norm    rms  abs max  zero %  NaN  ±Inf  flags
+───────────────────────────────────────────────────────────────────────────
+head.weight         16  4,000  1,000    1,000       0    -     -  EXPLODING
+embed.weight    120.0k    173    0.5      0.5       0    -     -  EXPLODING
+… 3 more, norm 0 to 5, 2 of them flagged
+───────────────────────────────────────────────────────────────────────────
+total           120.0k  4,000   11.6    1,000    <0.1    -     -  4 flagged"""
     report = report_of({name: MIXED[name] for name in MIXED if name != "head.bias"})
     assert report.to_string(2) == expected
 
 
 def test_one_tensor_looks_like_this() -> None:
     expected = """\
-1 tensor, 2 elements, total norm 5.000e+00, health 1.00, no flags
-──────────────────────────────────────────────────────────────────────────
-name   elements       norm        rms    abs max  zero %  NaN  ±Inf  flags
-──────────────────────────────────────────────────────────────────────────
-w             2  5.000e+00  3.536e+00  4.000e+00       0    -     -
-──────────────────────────────────────────────────────────────────────────
-total         2  5.000e+00  3.536e+00  4.000e+00       0    -     -"""
+1 tensor, 2 elements, total norm 5, health 1.00, no flags
+──────────────────────────────────────────────────────────────
+name   elements  norm   rms  abs max  zero %  NaN  ±Inf  flags
+──────────────────────────────────────────────────────────────
+w             2     5  3.54        4       0    -     -
+──────────────────────────────────────────────────────────────
+total         2     5  3.54        4       0    -     -"""
     assert str(report_of({"w": torch.tensor([3.0, 4.0])})) == expected
 
 
@@ -323,7 +323,7 @@ def test_a_thousand_tensors_are_abridged_to_twenty() -> None:
     assert headline.startswith("1000 tensors, 2,000 elements, total norm ")
     assert headline.endswith(", 929 exploding, 1 dead, 1 vanishing")
     assert [cells_of(row)[0] for row in rows] == [f"layers.{i}.weight" for i in range(999, 979, -1)]
-    assert more == "… 980 more, norm 0 to 1.385e+03, 910 of them flagged"
+    assert more == "… 980 more, norm 0 to 1,380, 910 of them flagged"
     assert cells_of(total)[-1] == "930 flagged"
     assert_aligned(str(report))
     everything = report.to_string(None)
@@ -378,14 +378,14 @@ def test_names_in_any_script_keep_the_columns(names: list[str]) -> None:
     [
         (0.0, "0"),
         (-0.0, "0"),
-        (5.0, "5.000e+00"),
-        (1e-200, "1.000e-200"),
-        (1.5e150, "1.500e+150"),
+        (5.0, "5"),
+        (1e-200, "1e-200"),
+        (1.5e150, "1.5e150"),
         (math.nan, "nan"),
         (-math.inf, "inf"),
     ],
 )
-def test_a_number_is_shown_with_four_digits_and_zero_as_zero(value: float, shown: str) -> None:
+def test_a_number_is_shown_with_three_digits_and_zero_as_zero(value: float, shown: str) -> None:
     text = str(report_of({"w": torch.tensor([value], dtype=torch.float64)}))
     _, _, (row,), _, total = table_of(text)
     # the square of 1e-200 is 0 in a double: the norm is 0, but the largest magnitude is not
@@ -479,8 +479,8 @@ def test_rows_that_are_left_out_are_summed_up_truly() -> None:
         "none": torch.empty(0),
     }
     report = report_of(tensors)
-    assert "… 6 more, norm 2.000e+00 to 3.000e+00, 3 not finite, 3 of them flagged" in report.to_string(1)
-    assert "… 4 more, norm 2.000e+00 to 3.000e+00, 1 not finite, 1 of them flagged" in report.to_string(3)
+    assert "… 6 more, norm 2 to 3, 3 not finite, 3 of them flagged" in report.to_string(1)
+    assert "… 4 more, norm 2 to 3, 1 not finite, 1 of them flagged" in report.to_string(3)
     only = report_of({name: x for name, x in tensors.items() if name.startswith("nan")})
     assert "… 2 more, 2 not finite, 2 of them flagged" in only.to_string(1)
     assert "… 1 more, no flags" in report_of({"a": torch.ones(2), "none": torch.empty(0)}).to_string(1)
@@ -509,16 +509,16 @@ def test_the_rank_of_what_is_not_finite_is_shown() -> None:
     report = of_ranks(tensors, {"a.w": 12, "a.b": 0, "c.w": 3, "c.b": 12})
     expected = """\
 5 tensors of all ranks, 9 elements, total norm nan, health 0.00, 4 with NaN, 4 exploding
-────────────────────────────────────────────────────────────────────────────────────────────
-name   elements       norm        rms    abs max  zero %  NaN  ±Inf      rank  flags
-────────────────────────────────────────────────────────────────────────────────────────────
-a.w           2        nan  3.000e+00  3.000e+00       0    1     -        12  NAN EXPLODING
-a.b           2        nan  3.000e+00  3.000e+00       0    1     -         0  NAN EXPLODING
-c.w           2        nan  3.000e+00  3.000e+00       0    1     -         3  NAN EXPLODING
-c.b           2        nan  3.000e+00  3.000e+00       0    1     -        12  NAN EXPLODING
-b.w           1  1.000e+00  1.000e+00  1.000e+00       0    -     -         -
-────────────────────────────────────────────────────────────────────────────────────────────
-total         9        nan  2.720e+00  3.000e+00       0    4     -  0, 3, 12  4 flagged"""
+────────────────────────────────────────────────────────────────────────────────
+name   elements  norm   rms  abs max  zero %  NaN  ±Inf      rank  flags
+────────────────────────────────────────────────────────────────────────────────
+a.w           2   nan     3        3       0    1     -        12  NAN EXPLODING
+a.b           2   nan     3        3       0    1     -         0  NAN EXPLODING
+c.w           2   nan     3        3       0    1     -         3  NAN EXPLODING
+c.b           2   nan     3        3       0    1     -        12  NAN EXPLODING
+b.w           1     1     1        1       0    -     -         -
+────────────────────────────────────────────────────────────────────────────────
+total         9   nan  2.72        3       0    4     -  0, 3, 12  4 flagged"""
     assert str(report) == expected
     assert report.is_reduced
     modules = report.by_module(1)

@@ -248,7 +248,7 @@ def test_every_value_stands_under_the_heading_of_its_schema(kind, report):
                 if style == "fraction":
                     assert cell in {"-", "<0.1"} or abs(float(cell) - 100 * value) <= 0.05
                 elif cell != "-":
-                    assert equal(float(cell.split(" of ")[0]), float(f"{value:.3e}"))
+                    assert equal(float(cell.split(" of ")[0].replace(",", "")), float(f"{value:.2e}"))
                 else:
                     assert value == 0 or math.isnan(value) or style == "finite"
     assert sorted(cells_of(line)[0] for line in rows) == sorted(NAMES)
@@ -305,7 +305,7 @@ def test_the_table_in_html_has_the_same_cells(kind):
 def test_modules_in_html():
     report = gm.collect({"<a>.w": torch.ones(2), "b.w": torch.ones(3)}).materialize()
     page = report.by_module(1)._repr_html_()
-    assert "<td>&lt;a&gt;</td><td>1</td><td>2</td>" in page
+    assert re.search(r">&lt;a&gt;</td><td [^>]*>1</td><td [^>]*>2</td>", page)
     assert page.count("<tr>") == 3
     assert "nothing measured" in gm.collect({}).materialize().by_module()._repr_html_()
 

@@ -138,9 +138,14 @@ def odd(tmp_path_factory):
 def place(page, row, step, first=0, last=STEPS - 1):
     """Return the position of a map cell, measured from the layout of the page."""
     box = page.locator("#cells").bounding_box()
-    left, right, top = (104 if box["width"] < 560 else 210), 26, 8
+    (left, right), top = gutters(page, box["width"]), 8
     share = (step - first + 0.5) / (last - first + 1)
     return box["x"] + left + share * (box["width"] - left - right), box["y"] + top + (row + 0.4) * ROW
+
+
+def gutters(page, width):
+    """Return the room at the left and right of the map and the charts."""
+    return int(page.get_attribute("html", "data-gutter")), 18 if width < 560 else 26
 
 
 def hover(page, row, step, **view):
@@ -150,7 +155,11 @@ def hover(page, row, step, **view):
 
 def shown(text):
     """Return the value in a tooltip."""
-    return float(text.split(": ")[1].split(",")[0].split()[-1].replace("\u2212", "-"))
+    return value_of(text.split(": ")[1].split(",")[0].split()[-1])
+
+
+def value_of(text):
+    return float(text.replace("\u2212", "-"))
 
 
 def colours(page, row, step, **view):
@@ -337,7 +346,7 @@ def test_a_click_shows_the_tensors_history_and_the_table_of_that_step(page, smal
     page.wait_for_selector("#scopes [aria-pressed=true] >> text='at step 42'")
     norm = read_run(small.parent).matrix("norm")[1][42]
     row = page.locator("#table-body tr", has_text="blocks.3.weight").locator("td").all_inner_texts()
-    assert float(row[1]) == pytest.approx(float(norm[6]), rel=6e-3)
+    assert float(row[2]) == pytest.approx(float(norm[6]), rel=6e-3)
     page.click("#scopes >> text='over the run'")
     page.click("#history-close")
     assert page.is_hidden("#history-card")
@@ -347,13 +356,13 @@ def test_the_table_sorts(page):
     first = first_names(page)
     cells = page.locator("#table-body td:nth-child(4)")
     page.click("#table-head th:nth-child(4) button")
-    largest = [float(text) for text in cells.all_inner_texts()]
+    largest = [value_of(text) for text in cells.all_inner_texts()]
     assert largest == sorted(largest, reverse=True)
     page.click("#table-head th:nth-child(4) button")
-    assert [float(text) for text in cells.all_inner_texts()] == largest[::-1]
+    assert [value_of(text) for text in cells.all_inner_texts()] == largest[::-1]
     assert page.get_attribute("#table-head th:nth-child(4)", "aria-sort") == "ascending"
     # by its flags, as at first
-    page.click("#table-head th:last-child button")
+    page.click("#table-head th:nth-child(2) button")
     assert first_names(page) == first
 
 
@@ -420,7 +429,7 @@ def test_a_flag_that_is_switched_off_marks_no_tensor(opened, tmp_path):
         page = opened(write_page(run))
         page.mouse.click(*place(page, 1, 5, last=19))
         page.wait_for_selector("#scopes [aria-pressed=true] >> text='at step 5'")
-        assert set(page.locator("#table-body td:last-child").all_inner_texts()) == flags
+        assert set(page.locator("#table-body td:nth-child(2)").all_inner_texts()) == flags
 
 
 def test_lines_have_a_gap_at_what_is_not_finite(opened, tmp_path):
@@ -500,6 +509,90 @@ def test_a_phone_shows_it_without_scrolling_sideways(opened, odd):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.locator("#cells").tap(position={"x": 200, "y": 50})
     assert page.is_visible("#history-card")
+
+
+def layers(path, parts=("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"), **options):
+    """Write the page of a run with the long names of a language model."""
+    names = [f"base_model.model.model.layers.{k}.{part}.weight" for k in range(9) for part in parts]
+    found = [finding(150, names[0]), finding(20, names[7], Severity.WARNING, "dead", last_step=60)]
+    return write_page(write_run(path, names=names, steps=STEPS, nonfinite_at=150, findings=found, **options))
+
+
+def test_on_a_narrow_screen_flags_come_first_and_no_word_is_broken(opened, tmp_path):
+    page = opened(layers(tmp_path / "run", kinds=("grads", "weights", "updates")), width=400, height=900)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    tops = [page.locator(f"#{name}").bounding_box()["y"] for name in ("findings", "overview", "cells")]
+    assert tops == sorted(tops)
+    # the flags are in view, beside names of one line that have the whole name as their title
+    assert page.locator("#table-head th >> nth=1").inner_text().startswith("flags")
+    box = page.locator("#table-body tr >> nth=0 >> td >> nth=1 >> span").bounding_box()
+    assert box["x"] + box["width"] <= 400
+    names = page.locator("#table-body td:first-child button").evaluate_all(
+        "all => all.map((one) => [one.textContent, one.title, one.getClientRects().length, one.offsetHeight])"
+    )
+    assert len({name for name, *_ in names}) == len({full for _, full, *_ in names}) == len(names)
+    for name, full, lines, height in names:
+        assert (lines, height < 30) == (1, True)
+        assert full.startswith("base_model.")
+        # whole words, in their order
+        parts = [part.strip(".").split(".") for part in name.split("\u2026") if part.strip(".")]
+        words = [word for part in parts for word in part]
+        assert set(words) <= set(full.split(".")), name
+        assert full.endswith(".".join(parts[-1])), name
+    # a message wraps after a dot
+    assert page.locator(".finding .message wbr").count() > 5
+    assert int(page.get_attribute("html", "data-gutter")) < 100
+
+
+def test_on_a_wide_screen_the_table_is_below_the_findings(opened, tmp_path):
+    page = opened(layers(tmp_path / "run"), width=1280)
+    side, plots = (page.locator(at).bounding_box() for at in ("#table-card", ".plots"))
+    found = page.locator("#findings-card").bounding_box()
+    assert side["x"] > plots["x"] + plots["width"]
+    assert found["x"] == side["x"]
+    assert 0 < side["y"] - found["y"] - found["height"] < 30
+    # what is usual has a color near that of the page, and none of a cell that was not measured
+    assert min(colour(page, 4, 100, last=STEPS - 1)) > 200
+
+
+NUMBER = re.compile(r"0|\u2212?(\d{1,3}(\.\d{1,4})?|\d,\d{3}|\d(\.\d{1,2})?e\u2212?\d+)")
+
+
+def test_ticks_and_tables_have_one_number_format(opened, tmp_path):
+    def put(table):
+        column(table, "sumsq")[...] = torch.tensor([1e30, 123456.0, 1.5e-9], dtype=torch.float64)
+
+    def change(record):
+        return replace(
+            changed(record, put), scalars={"loss": 1.0, "lr": 1e-4 * record.step, "big": 12345678.9}
+        )
+
+    page = opened(write_page(write_changed(tmp_path / "run", change)))
+    ticks = page.locator("#overview .axis text").all_text_contents()
+    cells = page.locator("#table-body td:nth-child(n+3):nth-child(-n+5)").all_inner_texts()
+    assert [text for text in ticks + cells if not NUMBER.fullmatch(text)] == []
+    assert {"0", "1e\u22123"} <= set(ticks)
+    assert {"1e15", "351", "3.87e\u22125"} <= set(cells)
+
+
+def test_the_limit_of_the_clip_is_drawn_with_the_norm(opened, tmp_path):
+    def clipped(record):
+        factor = {} if record.step < 10 else {"clip_factor": 0.5 if record.step < 47 else 1.0}
+        # without a limit: infinity, as in a loop that only measures the norm
+        limit = math.inf if record.step < 30 else 0.25
+        return replace(record, scalars={"loss": 1.0, "clip_max_norm": limit} | factor)
+
+    page = opened(write_page(write_changed(tmp_path / "run", clipped, steps=100)), width=400)
+    assert page.locator("#overview .title").all_text_contents()[1:] == ["loss", "clip_factor"]
+    first = page.locator("#overview .chart >> nth=0")
+    assert first.locator(".caption").text_content() == "clipped in 37 of 90 steps"
+    assert first.locator(".ceiling-label").text_content() == "clip_max_norm 0.25"
+    line = first.locator(".ceiling").get_attribute("d")
+    assert line.startswith("M")
+    assert line.count("L") == 69
+    assert first.locator(".dots.bad").count() == 0
+    assert len({float(point.split()[1]) for point in re.split("[ML]", line)[1:]}) == 1
+    assert page.locator("#overview .ceiling").count() == 1
 
 
 @pytest.mark.parametrize(
@@ -583,12 +676,13 @@ def test_modules_are_folded_and_a_click_unfolds_them(opened, tmp_path):
     assert page.inner_text("#levels [aria-pressed=true]") == "31"
     box = page.locator("#cells").bounding_box()
 
-    def at(row, rows, x=100):
+    def at(row, rows, x=60):
         high = (page.locator("#cells").bounding_box()["height"] - 34) / rows
         return box["x"] + x, box["y"] + 8 + (row + 0.5) * high
 
     # a folded row shows its worst tensor
-    page.mouse.move(*at(0, 31, x=210 + 150.5 / STEPS * (box["width"] - 236)))
+    left, right = gutters(page, box["width"])
+    page.mouse.move(*at(0, 31, x=left + 150.5 / STEPS * (box["width"] - left - right)))
     assert page.inner_text("#tooltip").split("\n")[0] == "model.h.0, 4 tensors"
     assert page.inner_text("#tooltip").endswith("norm NaN, in model.h.0.attn.a.grad")
     page.mouse.click(*at(1, 31))
@@ -805,7 +899,7 @@ def title(page):
 def point(page, step, share):
     """Move the pointer to a step, and to a share of the height of the picture; return what it says."""
     box = page.locator("#exponents svg").first.bounding_box()
-    left, right = (104 if box["width"] < 560 else 210), 26
+    left, right = gutters(page, box["width"])
     x = left + (step + 0.5) / 40 * (box["width"] - left - right)
     page.locator("#exponents").scroll_into_view_if_needed()
     box = page.locator("#exponents svg").first.bounding_box()

@@ -400,6 +400,23 @@ def test_a_long_line_keeps_its_extremes():
     assert (line["y"][line["x"].index(777)], line["y"][line["x"].index(54_321)]) == (50.0, -50.0)
 
 
+def test_the_limit_of_the_clip_is_a_line_of_its_own(tmp_path):
+    def scalars(step):
+        limits = {3: math.inf, 4: 0.5}
+        return (
+            {"clip_max_norm": limits.get(step, 1.0), "clip_factor": 0.25 if step < 3 else 1.0} if step else {}
+        )
+
+    run = record(tmp_path / "run", [replace(one, scalars=scalars(one.step)) for one in make_records(PAIR, 6)])
+    values = data.page_of(run).values
+    assert values["limit"] == {"x": [1, 2, 4, 5], "y": [1.0, 1.0, 0.5, 1.0]}
+    assert values["clipped"] == [2, 5]
+    assert [one["name"] for one in values["scalars"]] == ["clip_factor"]
+    without = record(tmp_path / "none", make_records(PAIR, 3))
+    values = data.page_of(without).values
+    assert (values["limit"], values["clipped"]) == ({"x": [], "y": []}, None)
+
+
 def test_a_line_has_a_gap_where_a_value_is_not_finite_and_none_where_there_was_no_value():
     values = torch.tensor([1.0, math.nan, 2.0, math.nan, math.inf, 3.0, math.nan], dtype=torch.float64)
     bad = torch.tensor([False, False, False, True, True, False, True])

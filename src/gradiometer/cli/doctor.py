@@ -39,6 +39,7 @@ EXTRAS: Final = {
     "accelerate": ("transformers", "the Hugging Face Trainer callback"),
     "pytorch-lightning": ("lightning", "the Lightning callback"),
     "pandas": ("frame", "to_frame()"),
+    "matplotlib": ("plot", "plot()"),
     "safetensors": ("safetensors", "fingerprints of .safetensors files"),
 }
 # other distributions that also work

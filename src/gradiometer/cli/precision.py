@@ -143,19 +143,19 @@ def _over_run(found: PrecisionOverRun, top: int | None) -> str:
     counted = "only finite elements are counted as lost"
     bad = [f"NaN or Inf in {tensors}, first in step {min(steps)}: {counted}"] if steps else []
     if not lossy:
-        return "\n".join([f"{headline}nothing is lost in {', '.join(formats.values())}", *bad])
-    headline += "% lost at first → at last, and the largest % with its step"
+        return "\n".join([f"{headline}no loss in {', '.join(formats.values())}", *bad])
+    headline += "% lost in the first → the last step (the most, at step)"
     rows = sorted(found.trends.items(), key=lambda item: _worst(item[1]), reverse=True)
     shown = rows if top is None else rows[:top]
     cells = [
         (printable(name), _median(trend), *[_cell(trend.formats[form]) for form in lossy])
         for name, trend in shown
     ]
-    header = ("name", "median log2 |x|", *[formats[name] for name in lossy])
+    header = ("name", "median log2 |x|", *[f"{formats[name]} lost %" for name in lossy])
     lines, rule = aligned([header, *with_short_names(cells)])
     more = [f"… {len(rows) - len(shown)} more"] if len(shown) < len(rows) else []
     fine = [short for name, short in formats.items() if name not in lossy]
-    note = [f"nothing is ever lost in {', '.join(fine)}"] if fine else []
+    note = [f"no loss in any step in {', '.join(fine)}"] if fine else []
     return "\n".join([headline, rule, lines[0], rule, *lines[1:], *more, rule, *note, *bad])
 
 
@@ -170,6 +170,6 @@ def _median(trend: Trend) -> str:
 
 def _cell(loss: Loss) -> str:
     if not loss.worst:
-        return "ok"
+        return "0"
     first, last, worst = [percent(x) for x in (loss.first, loss.last, loss.worst)]
-    return f"{first} → {last}, {worst} at {loss.worst_step}"
+    return f"{first} → {last} ({worst} at {loss.worst_step})"

@@ -7,6 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from gradiometer import stats
 from gradiometer.columns import Flag
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS
@@ -66,12 +67,8 @@ def group(*parts: RenderableType) -> RenderableType:
 
 
 def number(x: float | None, digits: int = 3) -> str:
-    """Return a number for a table, in about six characters; ``-`` for None."""
-    if x is None:
-        return "-"
-    if x == 0 or not math.isfinite(x):
-        return f"{x:g}".replace("-0", "0")
-    return f"{x:.{digits}g}" if 1e-3 <= abs(x) < 1e5 else f"{x:.{digits - 1}e}"
+    """Return a number for a table; ``-`` for None."""
+    return "-" if x is None else stats.number(x, digits)
 
 
 def span(seconds: float) -> str:
@@ -308,7 +305,7 @@ def _most_telling(difference: Difference) -> tuple[str, float | None, float | No
 def _relative(a: float | None, b: float | None) -> str:
     if a is None or b is None or not math.isfinite(a - b) or a == b:
         return ""
-    return f"{abs(a - b) / max(abs(a), abs(b)):.1e}"
+    return number(abs(a - b) / max(abs(a), abs(b)), 2)
 
 
 def verification(found: Verification) -> RenderableType:

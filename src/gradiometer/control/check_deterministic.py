@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradiometer.control.random_state import random_state, restore_random_state
 from gradiometer.inputs import is_dtensor, local_shard, named_buffers, named_parameters, unwrapped
-from gradiometer.stats import NOT_COMPARED, leaves, outside_of_a_graph, repeating, texts
+from gradiometer.stats import NOT_COMPARED, leaves, outside_of_a_graph, preformatted, repeating, texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -60,6 +60,10 @@ class Determinism:
         what = f"{name!r}" if name == self.first else f"the gradient of {name!r}"
         said = f"2 runs of the step differ in {count:,} of {self.compared:,} tensors and values"
         return f"{said}, first in {what}{left}"
+
+    def _repr_html_(self) -> str:
+        """Return the same text for a notebook."""
+        return preformatted(str(self))
 
 
 def check_deterministic(step: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Determinism:

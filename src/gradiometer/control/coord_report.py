@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gradiometer.control.coord_svg import Line, draw
-from gradiometer.stats import aligned, with_short_names
+from gradiometer.stats import aligned, preformatted, with_short_names
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
@@ -133,6 +133,10 @@ class CoordCheck:
 
     def __str__(self) -> str:
         return self.to_string()
+
+    def _repr_html_(self) -> str:
+        """Return the same text for a notebook."""
+        return preformatted(str(self))
 
     def save_svg(self, path: str | os.PathLike[str]) -> None:
         """Draw rms(x_t) and rms(x_t - x_0) against the width, on logarithmic axes, a panel per t.

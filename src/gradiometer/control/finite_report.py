@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradiometer.stats import preformatted
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
@@ -116,6 +117,10 @@ class FiniteReport:
     def __str__(self) -> str:
         """Return one line if all is finite; else the loss and tensors that are not finite, and advice."""
         return self.to_string()
+
+    def _repr_html_(self) -> str:
+        """Return the same text for a notebook."""
+        return preformatted(str(self))
 
     def __repr__(self) -> str:
         return f"<FiniteReport: {_headline(self)}>"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.inputs import is_dtensor, local_shard
+from gradiometer.stats import preformatted
 
 # operands of one operation that are shown, at most
 _SHOWN: Final = 8
@@ -142,6 +143,10 @@ class Located:
         if self.then is not None:
             lines.append(f"  {self.then}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the same text for a notebook."""
+        return preformatted(str(self))
 
 
 def values_of(tensor: Tensor) -> Tensor | None:

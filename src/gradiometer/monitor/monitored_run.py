@@ -172,7 +172,6 @@ class MonitoredRun:
         >>> print(monitor.summary())
         0 steps, 0 with tensors
         no findings
-        dropped: 0; failures: none
         """
         return self._pipeline.summary()
 

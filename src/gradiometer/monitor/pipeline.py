@@ -19,7 +19,7 @@ from gradiometer.monitor.dispatcher import Dispatcher
 from gradiometer.monitor.failures import reason_of
 from gradiometer.monitor.ring_reader import RingReader
 from gradiometer.monitor.signals import record_only, subscribe, unsubscribe
-from gradiometer.monitor.summary import Summary
+from gradiometer.monitor.summary import Summary, lost_text
 from gradiometer.ops import is_capturing
 from gradiometer.rules import Severity, counts_text
 from gradiometer.runs import RunRecord
@@ -229,13 +229,11 @@ class Pipeline:
         if not bad and self.merger is not None and not self.merger.is_first:
             return  # the first rank says it for all
         who = "the run" if self._rank is None else f"the run on rank {self._rank}"
-        failed = ", ".join([f"{kind} ({count})" for kind, count in failures.items()]) or "none"
-        text = "%s ended: %d steps, %d of them with tensors; %s; dropped: %d; failures: %s%s"
+        text = "%s ended: %d steps, %d of them with tensors; %s"
         level = logging.WARNING if bad else logging.INFO
-        found, more = counts_text(findings), f"; {self.command}" if self.command else ""
-        self.dispatcher.finding_log.logger.log(
-            level, text, who, self._steps, self._recorded, found, dropped, failed, more
-        )
+        more = [*lost_text(dropped, failures), *([self.command] if self.command else [])]
+        found = "; ".join([counts_text(findings), *more])
+        self.dispatcher.finding_log.logger.log(level, text, who, self._steps, self._recorded, found)
 
     def summary(self) -> Summary:
         """Return what the run has found so far."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import logging
 from typing import TYPE_CHECKING
 
 from gradiometer.monitor.failures import LOG
-from gradiometer.rules import Severity, counts_text, headlines
+from gradiometer.rules import Severity, counts_text, first_of, headlines, table_of
+from gradiometer.stats import html, number
 from gradiometer.terminal import one_line, printable
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 # log lines of findings in a run
 _LINES = 20
-# headlines in a summary: warnings and errors, and others
-_WARNINGS, _OTHERS = 5, 3
 
 
 class FindingLog:
@@ -70,6 +68,13 @@ def _key(finding: Finding) -> tuple[object, ...]:
     return finding.rule, finding.kind, finding.tensor, finding.first_step
 
 
+def lost_text(dropped: int, failures: Mapping[str, int]) -> list[str]:
+    """Return phrases about dropped steps and about failures; none if there are none."""
+    failed = ", ".join([f"{kind} ({count})" for kind, count in failures.items()])
+    found = [f"dropped: {dropped:,} step{'s' * (dropped != 1)}"] if dropped else []
+    return found + [f"failures: {failed}"] * bool(failed)
+
+
 class Summary:
     """A run so far, on one screen: as text, and as HTML for a notebook.
 
@@ -89,49 +94,28 @@ class Summary:
         self._first = f"{steps:,} steps, {recorded:,} with tensors" + _last_text(last)
         self._headlines = headlines(findings)
         self._counts = counts_text(findings)
-        failed = ", ".join([f"{kind} ({count})" for kind, count in failures.items()]) or "none"
-        self._end = f"dropped: {dropped:,}; failures: {failed}"
-        self._command = command
+        self._end = [*lost_text(dropped, failures), *([command] if command else [])]
 
     def __str__(self) -> str:
         """Return some ten lines."""
         lines = [self._first, self._counts]
-        for headline in self._shown():
+        listed, more = first_of(self._headlines)
+        for headline in listed:
             lines += [str(headline), f"         {headline.advice}"]
-        lines += [*self._more(), self._end, *([self._command] if self._command else [])]
+        lines += [*more, *self._end]
         return "\n".join([printable(line) for line in lines])
 
     def _repr_html_(self) -> str:
         """Return the same as HTML."""
-        rows = [
-            f"<tr><td>{headline.severity}</td><td>{headline.first_step}</td>"
-            "<td style='text-align:left'>"
-            f"{_escaped(headline.message)}<br><i>{_escaped(headline.advice)}</i></td></tr>"
-            for headline in self._shown()
-        ]
-        head = "<tr><th></th><th>step</th><th style='text-align:left'>finding</th></tr>"
-        table = f"<table>{head}{''.join(rows)}</table>" if rows else ""
-        before = [self._first, self._counts]
-        after = [*self._more(), self._end, self._command]
-        return "<br>".join(map(_escaped, before)) + table + "<br>".join(map(_escaped, after))
-
-    def _shown(self) -> list[Headline]:
-        bad = [one for one in self._headlines if one.severity >= Severity.WARNING]
-        return bad[:_WARNINGS] + self._headlines[len(bad) :][:_OTHERS]
-
-    def _more(self) -> list[str]:
-        left = len(self._headlines) - len(self._shown())
-        return [f"and {left} more {'cause' if left == 1 else 'causes'}"] if left else []
+        table = table_of(self._headlines)
+        notes = [*table.notes, *[printable(line) for line in self._end]]
+        return html(table._replace(headline=printable(f"{self._first}; {self._counts}"), notes=notes))
 
 
 def _last_text(last: StepRecord | None) -> str:
     if last is None:
         return ""
-    values = [f"{name} {value:.4g}" for name, value in list(last.scalars.items())[:4]]
+    values = [f"{name} {number(value, 4)}" for name, value in list(last.scalars.items())[:4]]
     if last.recorded:
-        values.append(f"gradient norm {last.total():.3g}")
+        values.append(f"gradient norm {number(last.total())}")
     return f"; step {last.step}: " + ", ".join(values) if values else f"; step {last.step}"
-
-
-def _escaped(text: str) -> str:
-    return html.escape(printable(text))

@@ -20,6 +20,7 @@ from gradiometer.rules.history import NormHistory
 from gradiometer.rules.initialization import EvalMode, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.ledger import Ledger
+from gradiometer.rules.listing import first_of, table_of
 from gradiometer.rules.loop_order import ChangedGradients
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.nonfinite import NonFinite
@@ -69,6 +70,8 @@ __all__ = [
     "counts_text",
     "default_rules",
     "first_nonfinite_text",
+    "first_of",
     "headlines",
     "summarize",
+    "table_of",
 ]

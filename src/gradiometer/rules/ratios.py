@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SETTLE: Final = 20
 # number of ratios before the first finding, and number of ratios in the average
 LEAST: Final = 10
-# an average ratio above the band is a warning if it is above this, or so many times the lowest before
+# an average ratio above the range is a warning if it is above this, or so many times the lowest before
 FAST: Final = 1.0
 RISING: Final = 5.0
 # a ratio of all updates to all weights above this is a warning after a few steps, also at the start
@@ -49,10 +49,10 @@ TOO_SLOW: Final = (
 
 @dataclass(eq=False, repr=False)
 class UpdateRatio(TensorRule):
-    """A ratio of an update's norm to its weight's norm outside a band, on average over some steps.
+    """A ratio of an update's norm to its weight's norm outside a range, on average over some steps.
 
     A ratio around 1e-3 is a rule of thumb (CS231n, "Ratio of weights:updates"; Karpathy's "Building
-    makemore", part 3); the default band extends two powers of ten to either side. A ratio above it has
+    makemore", part 3); the default range extends two powers of ten to either side. A ratio above it has
     ``severity`` if it is above 1, or has risen to 5 times the lowest average before, and otherwise info; one
     below it has info, since a schedule that ends at 0 leads there. Updates that together have more than half
     the norm of all weights in 2 recorded steps are reported at once. Otherwise, only tensors of at least
@@ -61,11 +61,11 @@ class UpdateRatio(TensorRule):
     With updates, the ratio is exact: the norms are those of the update and of the weight before it. If
     weights but no updates are recorded, the rule uses the change of a weight's norm since the last
     recorded step, divided by the number of steps. It is a lower bound of the largest update in between, so
-    only a ratio above the band is reported. Without both there are no findings.
+    only a ratio above the range is reported. Without both there are no findings.
 
     Args:
-        low, high: the band.
-        severity: the severity of an update above the band.
+        low, high: the range.
+        severity: the severity of an update above the range.
     """
 
     name = "update_ratio"
@@ -76,7 +76,7 @@ class UpdateRatio(TensorRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_band(type(self).__name__, self.low, self.high)
+        _check_range(type(self).__name__, self.low, self.high)
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
@@ -93,7 +93,7 @@ class UpdateRatio(TensorRule):
         self.wide = mask([len(shape) >= 2 for shape in rows.shapes])
 
     def examine(self, record: StepRecord) -> Iterable[Finding]:
-        """Add this step's ratios to the averages, and compare these with the band."""
+        """Add this step's ratios to the averages, and compare these with the range."""
         exact = "updates" in record.catalog.kinds
         # squares of the norms of finite elements; NonFinite reports the others
         if exact:
@@ -122,10 +122,12 @@ class UpdateRatio(TensorRule):
         def describe(place: int) -> Observation:
             value = float(mean[place].exp())
             if above[place]:
-                message = f"update is {bound}{value:.2g} of the weight's norm, above the band {self._band()}"
+                message = (
+                    f"update is {bound}{value:.2g} of the weight's norm, above the range {self._range()}"
+                )
                 severity = self.severity if fast[place] else min(self.severity, Severity.INFO)
                 return Observation(value, self.high, message, TOO_FAST, severity)
-            message = f"update is {value:.2g} of the weight's norm, below the band {self._band()}"
+            message = f"update is {value:.2g} of the weight's norm, below {self._range()}"
             return Observation(value, self.low, message, TOO_SLOW, min(self.severity, Severity.INFO))
 
         badness = torch.where(above, mean - math.log(self.high), -1 / (1 + mean.abs()))
@@ -158,8 +160,8 @@ class UpdateRatio(TensorRule):
         # the earlier norm of a weight that was not measured then is 0
         return torch.where(before > 0, ((norm - before) / (step - since)).square(), math.nan)
 
-    def _band(self) -> str:
-        return f"{self.low:g} to {self.high:g}"
+    def _range(self) -> str:
+        return f"the range {self.low:g} to {self.high:g}"
 
 
 class GroupRatio(TensorRule):
@@ -196,7 +198,7 @@ class GroupRatio(TensorRule):
         severity: Severity = Severity.WARNING,
     ) -> None:
         super().__init__(severity=severity)
-        _check_band(type(self).__name__, low, high)
+        _check_range(type(self).__name__, low, high)
         for name in (numerator, denominator):
             if name not in groups:
                 msg = f"GroupRatio: there is no group {name!r}; choose from {', '.join(map(repr, groups))}"
@@ -245,6 +247,6 @@ class GroupRatio(TensorRule):
         return [self.finding(record, self.since, tensor, ratio, limit, message, ADJUST)]
 
 
-def _check_band(rule: str, low: float, high: float) -> None:
+def _check_range(rule: str, low: float, high: float) -> None:
     if not 0 <= low < high:
         raise ValueError(f"{rule}(low={low!r}, high={high!r}): the bounds must satisfy 0 <= low < high")

@@ -13,11 +13,13 @@ from gradiometer.runs.json_files import encodable, parse_json, to_json
 from gradiometer.runs.kept_step import KeptStep, kept_path, load_kept_step, plain_batch, write_kept_steps
 from gradiometer.runs.rank_blackbox import RankBlackbox
 from gradiometer.runs.reader import Run, StepPrecision, read_run
-from gradiometer.runs.steps_table import scalars_of
+from gradiometer.runs.steps_table import CLIP_FACTOR, CLIP_LIMIT, scalars_of
 from gradiometer.runs.verify import File, Verification, verify
 from gradiometer.runs.writer import RunRecord
 
 __all__ = [
+    "CLIP_FACTOR",
+    "CLIP_LIMIT",
     "Attempt",
     "BitDifference",
     "Comparison",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from gradiometer.columns import EXPONENTS
 from gradiometer.runs.arrow import numbers
 from gradiometer.runs.files import RunError
+from gradiometer.runs.notebook import run_html
+from gradiometer.runs.plot import plot_run
 from gradiometer.runs.schema_table import columns_of
 from gradiometer.runs.table_reader import TableReader
 from gradiometer.stats import ExponentStats, PrecisionReport
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pyarrow as pa
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def read_run(path: Path | str, *, attempt: int | None = None, skip_damaged: bool = False) -> Run:
@@ -85,6 +89,29 @@ class Run(TableReader):
         thresholds: the thresholds of the flags.
         damaged: with ``skip_damaged``, what is left out: the error of each file by its path in the folder.
     """
+
+    def plot(self, *what: str, ax: Axes | None = None) -> Figure:
+        """Draw the run with matplotlib, an axis for each of ``what``, and return the figure.
+
+        The chart of the total norm has marks where findings begin, and the limit if gradients are clipped.
+
+        Args:
+            what: columns of `steps` that are norms or ratios, such as ``"total_norm"``, and scalars; by
+                default the total norm, the loss and the learning rate.
+            ax: the axes to draw on, for one of ``what``; by default those of a new figure.
+
+        Raises:
+            ImportError: without matplotlib; ``pip install 'gradiometer[plot]'`` installs it.
+            ValueError: for a name that the run does not have, or for several with ``ax``.
+
+        >>> figure = gm.read_run("runs/first").plot("total_norm", "loss")  # doctest: +SKIP
+        >>> figure.savefig("first.png")                                    # doctest: +SKIP
+        """
+        return plot_run(self, what, ax)
+
+    def _repr_html_(self) -> str:
+        """Return the run and its findings for a notebook."""
+        return run_html(self)
 
     @property
     def precision_steps(self) -> list[int]:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Catalog, Kind, StepRecord
 
+# scalars of steps whose gradients are clipped: the limit, and what the gradients were multiplied by
+CLIP_LIMIT: Final = "clip_max_norm"
+CLIP_FACTOR: Final = "clip_factor"
 # columns of `STEPS` with a total of the gradients -> the statistic
 _TOTALS: Final = {"total_norm": "norm"} | {
     name: name for name in ("finite_norm", "abs_max", "numel", "n_zero", "n_nan", "n_inf")

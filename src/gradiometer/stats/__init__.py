@@ -36,6 +36,7 @@ from gradiometer.stats.measure import (
 from gradiometer.stats.named_stats import NamedStats, stats_of
 from gradiometer.stats.norms import Norms, finite_norm, norms_of, order_of
 from gradiometer.stats.pair_stats import PairReport, PairRow, PairStats
+from gradiometer.stats.plot import INK, new_axes
 from gradiometer.stats.precision_report import FormatFit, PrecisionReport, PrecisionRow
 from gradiometer.stats.repeats import is_repeating, keep_in_repeats, repeating
 from gradiometer.stats.report import ModuleReports, Report, TensorReport
@@ -43,11 +44,21 @@ from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.table_report import TableReport, report_of
 from gradiometer.stats.taps import Taps, tap
 from gradiometer.stats.tensor_stats import TensorStats
-from gradiometer.stats.text_table import aligned, amount, percent, with_short_names
+from gradiometer.stats.text_table import (
+    TextTable,
+    aligned,
+    amount,
+    html,
+    number,
+    percent,
+    preformatted,
+    with_short_names,
+)
 
 __all__ = [
     "EMA",
     "EXPERT_LOAD",
+    "INK",
     "MAX_LOGIT",
     "MAX_LOGIT_BOUND",
     "NOT_COMPARED",
@@ -76,6 +87,7 @@ __all__ = [
     "Taps",
     "TensorReport",
     "TensorStats",
+    "TextTable",
     "aligned",
     "amount",
     "block_losses",
@@ -93,13 +105,16 @@ __all__ = [
     "grad_norm",
     "grads_of",
     "group_ratio",
+    "html",
     "is_repeating",
     "keep_in_repeats",
     "leaves",
     "materialize",
     "materialize_async",
     "measure",
+    "new_axes",
     "norms_of",
+    "number",
     "order_of",
     "outside_of_a_graph",
     "over_ranks",
@@ -108,6 +123,7 @@ __all__ = [
     "percent",
     "plain",
     "precision_report",
+    "preformatted",
     "redistributed",
     "repeating",
     "report_of",

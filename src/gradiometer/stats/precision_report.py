@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
     from gradiometer.stats.text_table import TextTable
 
-_SUPERSCRIPTS: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NOTES: Final = (
-    "ok: nothing is lost   a → b ×2ⁿ: % lost as it is → % lost when multiplied by 2ⁿ before the cast",  # noqa: RUF001
-    "lost: rounded to 0 (↓), or beyond the largest number (↑)",
+    "lost %: elements that a cast flushes to zero and, where it says so, that overflow; in brackets: with",
+    "the best scale, a power of two that the tensor is multiplied by before the cast",
 )
 
 
@@ -162,6 +161,13 @@ class PrecisionReport(TableReport[PrecisionRow]):
         """Return the table that ``print`` shows: ``max_rows`` tensors that lose most at their best scale."""
         return super().to_string(max_rows)
 
+    def _drawable(self) -> dict[str, tuple[str, bool]]:
+        return {form.name: (f"{form.short} lost %", False) for form in self._formats}
+
+    def _drawn(self, row: PrecisionRow, name: str) -> float:
+        fit = row.formats[name]
+        return 100 * (fit.n_flushed + fit.n_overflowed) / max(1, row.numel)
+
     def ordered(self) -> list[PrecisionRow]:
         """Return the rows in the order of the printed table: those that lose most first."""
         return sorted(self.rows(), key=_worst, reverse=True)
@@ -173,7 +179,7 @@ class PrecisionReport(TableReport[PrecisionRow]):
         return table._replace(header=header, rows=cells, total=total, notes=_NOTES)
 
     def _header(self) -> list[str]:
-        return ["elements", "zero %", "log2 |x|", *[form.short for form in self._formats]]
+        return ["elements", "zero %", "log2 |x|", *[f"{form.short} lost %" for form in self._formats]]
 
     def _cells(self, row: PrecisionRow) -> list[str]:
         exponents = "-" if row.min_exponent is None else f"{row.min_exponent} … {row.max_exponent}"
@@ -194,7 +200,7 @@ class PrecisionReport(TableReport[PrecisionRow]):
         found = [row for row in self.rows() if _has_finite(row)]
         whole = [sum(row.formats[form.name].fits for row in found) for form in self._formats]
         fits = ", ".join(f"{form.short} {n}" for form, n in zip(self._formats, whole, strict=True))
-        return f"{headline}; nothing is lost in {fits}"
+        return f"{headline}; tensors without loss: {fits}"
 
     def _subject(self) -> str:
         nonfinite = sum(row.n_nan + row.n_inf > 0 for row in self.rows())
@@ -217,14 +223,14 @@ def _has_finite(row: PrecisionRow) -> bool:
 
 def _fit(fit: FormatFit, numel: int) -> str:
     if fit.fits:
-        return "ok"
-    signs = "↓" * (fit.n_flushed > 0) + "↑" * (fit.n_overflowed > 0)
-    before = text_table.percent((fit.n_flushed + fit.n_overflowed) / numel)
+        return "0"
+    lost = text_table.percent((fit.n_flushed + fit.n_overflowed) / numel)
+    if fit.n_overflowed:
+        lost += " overflow"
     if fit.best_scale == 1:
-        return f"{before}{signs}"
+        return lost
     after = text_table.percent((fit.n_flushed_scaled + fit.n_overflowed_scaled) / numel)
-    power = str(round(math.log2(fit.best_scale))).translate(_SUPERSCRIPTS)
-    return f"{before}{signs} → {after} ×2{power}"  # noqa: RUF001
+    return f"{lost} ({after} at 2^{round(math.log2(fit.best_scale))})"
 
 
 def _left_aligned(cells: list[Sequence[str]], first: int) -> list[tuple[str, ...]]:

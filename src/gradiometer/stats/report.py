@@ -359,9 +359,8 @@ def _module_cells(module: str, report: Report) -> tuple[str, ...]:
         printable(module) or "(root)",
         text_table.count(len(report)),
         text_table.count(total.numel),
-        # one digit fewer, since there are many columns
-        *(text_table.number(x, digits=2) for x in (total.norm, report.min_norm, report.max_norm)),
-        *(text_table.of_finite(total, x, digits=2) for x in (total.rms, total.mean, total.std)),
+        *(text_table.number(x) for x in (total.norm, report.min_norm, report.max_norm)),
+        *(text_table.of_finite(total, x) for x in (total.rms, total.mean, total.std)),
         text_table.percent(report.zero_fraction),
         ", ".join(_found(report)),
     )

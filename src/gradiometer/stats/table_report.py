@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Fingerprint, Flag
-from gradiometer.stats import text_table
+from gradiometer.stats import plot, text_table
 from gradiometer.stats.text_table import TextTable
 from gradiometer.terminal import printable
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import pandas as pd
+    from matplotlib.axes import Axes
     from torch import Tensor
 
     from gradiometer.columns import Schema, Thresholds
@@ -260,6 +261,51 @@ class TableReport(Mapping[str, Row]):
     def _repr_html_(self) -> str:
         """Return the table for a notebook."""
         return text_table.html(self.table(20) if self.names else TextTable(self._nothing))
+
+    def plot(self, value: str | None = None, *, ax: Axes | None = None, max_rows: int | None = 40) -> Axes:
+        """Draw a value of each row with matplotlib, in the order of the printed table.
+
+        Values that are not negative are drawn on a logarithmic axis, with 0, NaN and infinity at its ends;
+        shares are not. Flags have colors.
+
+        Args:
+            value: an attribute of the rows, such as ``"norm"``, or the name of a format for a
+                `PrecisionReport`; by default the first value of the table.
+            ax: the axes to draw on; by default those of a new figure.
+            max_rows: the number of rows; None for all.
+
+        Raises:
+            ImportError: without matplotlib; ``pip install 'gradiometer[plot]'`` installs it.
+            ValueError: for a value that the rows do not have.
+
+        >>> import torch, gradiometer as gm
+        >>> report = gm.collect({"w": torch.tensor([3.0, 4.0])}).materialize()
+        >>> report.plot("rms").figure.savefig("rms.png")                   # doctest: +SKIP
+        """
+        axes = self._drawable()
+        if value is None:
+            value = next(iter(axes))
+        if value not in axes:
+            raise ValueError(f"plot: value must be one of {', '.join(map(repr, axes))}, got {value!r}")
+        label, is_log = axes[value]
+        ordered: list[Any] = self.ordered()
+        rows = ordered if max_rows is None else ordered[:max_rows]
+        bits, left = dict(zip(self.names, self._bits, strict=True)), len(ordered) - len(rows)
+        return plot.plot_rows(
+            [printable(row.name) for row in rows],
+            [self._drawn(row, value) for row in rows],
+            [bits[row.name] for row in rows],
+            title=self._headline() + (f", {left} more are not drawn" if left else ""),
+            label=label,
+            is_log=is_log,
+            ax=ax,
+        )
+
+    def _drawable(self) -> dict[str, tuple[str, bool]]:
+        return plot.drawable(self.schema, (*self._shown_values, *self._values))
+
+    def _drawn(self, row: Row, name: str) -> float:
+        return float(getattr(row, name)) * (100 if self.schema[name].style == "fraction" else 1)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._headline()}>"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import unicodedata
 from html import escape
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -11,6 +13,10 @@ if TYPE_CHECKING:
 
 _LONGEST_NAME: Final = 44
 _UNITS: Final = ((10**3, "k"), (10**6, "M"), (10**9, "B"))
+# of HTML; lines that are seen on a light and on a dark ground
+_NUMBER: Final = re.compile(r"-|nan|-?inf|[-<]?[\d.,]+(e-?\d+)?[kMB]?|")
+_TABLE: Final = "display:block;overflow-x:auto;border-collapse:collapse;font-variant-numeric:tabular-nums"
+_CELL: Final = "padding:2px 8px;border-bottom:1px solid #8886"
 # maximum number of ranks in one cell
 _RANKS: Final = 3
 
@@ -37,24 +43,46 @@ def text(table: TextTable) -> str:
 
 
 def html(table: TextTable) -> str:
-    """Return a table in HTML."""
+    """Return a table in HTML, for a notebook: without scripts, and in the notebook's own colors."""
+    body = [*table.rows, *([table.total] if table.total else [])]
+    # columns of numbers are aligned right
+    right = [bool(body) and all([_is_number(row[i]) for row in body]) for i in range(len(table.header))]
 
-    def line(cells: Sequence[str], kind: str) -> str:
-        return f"<tr>{''.join([f'<{kind}>{escape(cell)}</{kind}>' for cell in cells])}</tr>"
+    def line(cells: Sequence[str], kind: str, name: str = "") -> str:
+        made = []
+        for i, cell in enumerate(cells):
+            title = f' title="{escape(name)}"' if i == 0 and name not in {"", cell} else ""
+            side = "right;white-space:nowrap" if right[i] else "left"
+            made.append(f'<{kind} style="{_CELL};text-align:{side}"{title}>{escape(cell)}</{kind}>')
+        return f"<tr>{''.join(made)}</tr>"
 
     parts = [f"<p>{escape(table.headline)}</p>"] * bool(table.headline)
     if table.header:
-        parts += ["<table>", f"<thead>{line(table.header, 'th')}</thead>", "<tbody>"]
-        parts += [line(row, "td") for row in table.rows]
+        parts += [f'<table style="{_TABLE}">', f"<thead>{line(table.header, 'th')}</thead>", "<tbody>"]
+        for row, short in zip(table.rows, with_short_names(table.rows), strict=True):
+            parts.append(line(short, "td", row[0]))
         if table.more:
-            parts.append(f'<tr><td colspan="{len(table.header)}">{escape(table.more)}</td></tr>')
-        parts += ["</tbody>", *[f"<tfoot>{line(table.total, 'th')}</tfoot>"] * bool(table.total), "</table>"]
+            span = f'colspan="{len(table.header)}" style="{_CELL}"'
+            parts.append(f"<tr><td {span}>{escape(table.more)}</td></tr>")
+        parts.append("</tbody>")
+        if table.total:
+            parts.append(f"<tfoot>{line(table.total, 'th')}</tfoot>")
+        parts.append("</table>")
     return "\n".join([*parts, *[f"<p>{escape(note)}</p>" for note in table.notes]])
+
+
+def preformatted(text: str) -> str:
+    """Return lines of text in HTML, for a notebook."""
+    return f"<pre>{escape(text)}</pre>"
+
+
+def _is_number(cell: str) -> bool:
+    return _NUMBER.fullmatch(cell.strip()) is not None
 
 
 def with_short_names(cells: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     """Return the rows with their first cells shortened."""
-    short = _shorten([row[0] for row in cells])
+    short = short_names([row[0] for row in cells])
     return [(name, *row[1:]) for name, row in zip(short, cells, strict=True)]
 
 
@@ -77,7 +105,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([first, *middle, last]).rstrip()
 
 
-def _shorten(names: list[str]) -> list[str]:
+def short_names(names: list[str]) -> list[str]:
     """Shorten long names, but keep them distinct."""
     first, last = (min(names), max(names)) if names else ("", "")
     # a prefix that the first and last in sorted order share is common to all
@@ -110,13 +138,27 @@ def _width(text: str) -> int:
 
 
 def number(x: float, digits: int = 3) -> str:
-    """Return a number as ``1.234e-05``, or as ``0``."""
-    return "0" if x == 0 else f"{x:.{digits}e}"
+    """Return a number with this many significant digits and without trailing zeros.
+
+    With three digits it is in full from 0.01 to 9,990, and otherwise as ``1.2e-4``; with more digits, larger
+    ones are in full, too. The report page has the same format.
+
+    >>> [number(x) for x in (0.0, 1.5, 0.012345, 1234.5, 0.00012, 1e20)]
+    ['0', '1.5', '0.0123', '1,230', '1.2e-4', '1e20']
+    """
+    if x == 0 or not math.isfinite(x):
+        return f"{abs(x) if x == 0 else x:g}"
+    mantissa, power = f"{x:.{digits - 1}e}".split("e")
+    exponent = int(power)
+    if -2 <= exponent < max(4, digits):
+        text = f"{float(f'{mantissa}e{power}'):,.{max(digits - 1 - exponent, 0)}f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{exponent}"
 
 
-def of_finite(row: Any, x: float, digits: int = 3) -> str:
+def of_finite(row: Any, x: float) -> str:
     """Return a value of a row's finite elements, or ``-`` where there is none."""
-    return "-" if row.n_nan + row.n_inf == row.numel > 0 else number(x, digits)
+    return "-" if row.n_nan + row.n_inf == row.numel > 0 else number(x)
 
 
 def amount(n: int, *, exact: int = 10**4, gap: str = " ") -> str:

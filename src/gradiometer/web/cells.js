@@ -123,9 +123,20 @@ const canvas = $("cells");
 const base = document.createElement("canvas");
 const frame = { left: 210, right: 26, top: 8, bottom: 26, outer: 0, width: 0, height: 0, ratio: 1 };
 
+const isNarrow = () => frame.outer < 560;
+const labelFont = () => `${isNarrow() ? 10 : 11}px ${colour("sans")}`;
+// The room for names at the left of the map: that of the longest, but at most a quarter of a narrow screen.
+function gutter(outer) {
+  const context = canvas.getContext("2d"), longest = names.toSorted((a, b) => b.length - a.length).slice(0, 20);
+  context.font = labelFont();
+  const widest = Math.max(0, ...longest.map((name) => context.measureText(name.slice(0, 80)).width));
+  return Math.round(Math.max(72, Math.min(widest + 26, isNarrow() ? 0.25 * outer : 230)));
+}
 function measure() {
   const outer = frame.outer = $("overview").clientWidth; // as wide as the map, which is hidden without tensors
-  frame.left = outer < 560 ? 104 : 210;
+  frame.left = gutter(outer);
+  frame.right = isNarrow() ? 18 : 26;
+  document.documentElement.dataset.gutter = frame.left;
   frame.width = Math.max(outer - frame.left - frame.right, 40);
   const rows = Math.max(yRange()[1] - yRange()[0], 1), most = Math.max(360, Math.min(600, 0.65 * innerHeight));
   frame.ratio = Math.min(devicePixelRatio || 1, 2);
@@ -141,9 +152,10 @@ function measure() {
 const parts = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 const pack = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 const pixel = (hex) => pack(parts(hex));
+const awayInks = () => AWAY[matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"];
 function palette() {
   const mixed = new Uint32Array(65536), m = state.matrix, isAway = isRelative();
-  const stops = (isAway ? CIVIDIS : VIRIDIS).map(parts), [low, high] = isAway ? [] : span(m), unit = (m.high - m.low) / (LARGEST - SMALLEST);
+  const stops = (isAway ? awayInks() : VIRIDIS).map(parts), [low, high] = isAway ? [] : span(m), unit = (m.high - m.low) / (LARGEST - SMALLEST);
   for (let code = SMALLEST; code <= LARGEST; code++) {
     const away = (code & ~1) - SMALLEST;
     const at = isAway ? 0.5 + ((code & 1 ? -away : away) * unit) / (2 * relative(m).span) : (m.low + (code - SMALLEST) * unit - low) / (high - low);

@@ -31,14 +31,15 @@ function isWild(lines, spread) {
   return above.length > 0 && kept[0] >= 0 && above.at(-1) > spread * above[above.length >> 1];
 }
 
-// A chart of lines { x, y, ink, dash }: y is null where a value is not finite, and the line has a gap.
-function chart({ title, lines, log, height, shapes = [], id }) {
-  const top = 20, plot = height - top - 6, right = frame.left + frame.width;
+// A chart of lines { x, y, ink, dash }: y is null where a value is not finite, and the line has a gap. A line with a
+// label is a limit.
+function chart({ title, lines, log, height, shapes = [], id, caption = "" }) {
+  const top = caption ? 35 : 20, plot = height - 26, right = frame.left + frame.width;
   // a log axis has no 0: zeros are on a line of their own below it
   const hasZero = log && lines.some(({ y }) => y.includes(0)), room = hasZero ? plot - 14 : plot, zero = plot - 4;
   const [low, high] = yLimits(lines, log);
   const at = (y) => (log && y <= 0 ? zero : room * (1 - ((log ? Math.log10(y) : y) - low) / (high - low)));
-  const made = svg("svg", { class: "chart", width: right + frame.right, height, role: "img", "aria-label": title, id });
+  const made = svg("svg", { class: "chart", width: right + frame.right, height: plot + top + 6, role: "img", "aria-label": title, id });
   const axis = svg("g", { class: "axis" }), area = svg("svg", { x: frame.left, y: top, width: frame.width, height: plot });
   const marks = log ? logTicks(low, high) : ticks(low, high, 4, 0).map((x) => Number(x.toPrecision(12)));
   for (const y of hasZero ? [0, ...marks] : marks) {
@@ -47,7 +48,7 @@ function chart({ title, lines, log, height, shapes = [], id }) {
   }
   for (const step of stepTicks()) area.append(svg("line", { class: "grid", x1: inner(step), x2: inner(step), y1: 0, y2: plot }));
   area.append(...shapes.map(({ step, ...kind }) => svg("line", { x1: inner(step), x2: inner(step), y1: 0, y2: plot, ...kind })));
-  for (const { x, y, ink, dash } of lines) {
+  for (const { x, y, ink, dash, label } of lines) {
     let line = "", dots = "", bad = "";
     for (let k = 0; k < x.length; k++) {
       const place = inner(x[k]).toFixed(1);
@@ -55,10 +56,11 @@ function chart({ title, lines, log, height, shapes = [], id }) {
       else {
         const before = y[k - 1] ?? null, point = `${place} ${at(y[k]).toFixed(1)}`;
         line += `${before === null ? "M" : "L"}${point}`;
-        if (x.length <= 80 || (log && y[k] === 0) || (before === null && (y[k + 1] ?? null) === null)) dots += `M${point}h0`;
+        if ((x.length <= 80 && !label) || (log && y[k] === 0) || (before === null && (y[k + 1] ?? null) === null)) dots += `M${point}h0`;
       }
     }
-    area.append(svg("path", { class: "line", d: line, stroke: `var(--${ink})`, ...(dash ? { "stroke-dasharray": dash } : {}) }));
+    area.append(svg("path", { class: label ? "line ceiling" : "line", d: line, stroke: `var(--${ink})`, ...(dash ? { "stroke-dasharray": dash } : {}) }));
+    if (label) area.append(svg("text", { class: "ceiling-label", x: frame.width - 4, y: at(y.at(-1)) + (at(y.at(-1)) < 16 ? 13 : -5) }, label));
     if (dots) area.append(svg("path", { class: "dots", d: dots, stroke: `var(--${ink})` }));
     if (bad) area.append(svg("path", { class: "dots bad", d: bad, stroke: "var(--broken)" }));
   }
@@ -66,10 +68,11 @@ function chart({ title, lines, log, height, shapes = [], id }) {
   const cross = svg("line", { class: "cross", y1: 0, y2: plot, x1: -9, x2: -9 });
   area.append(cross);
   made.append(axis, area, svg("text", { class: "title", x: frame.left, y: 13 }, cut(title, 80) + (log ? ", log scale" : "")), readout);
+  if (caption) made.append(svg("text", { class: "caption", x: frame.left, y: 28 }, caption));
   // shows the values at the pointer
   made.show = (step) => {
     for (const end of ["x1", "x2"]) cross.setAttribute(end, step === null ? -9 : inner(step));
-    readout.textContent = step === null ? "" : lines.filter(({ x }) => x.length).map(({ x, y, mark }) => {
+    readout.textContent = step === null ? "" : lines.filter(({ x, label }) => x.length && !label).map(({ x, y, mark }) => {
       let [from, to] = [0, x.length - 1]; // the last point up to the step
       while (from < to) {
         const middle = (from + to + 1) >> 1;
@@ -110,12 +113,14 @@ function drawOverview() {
   const shapes = page.attempts.slice(1).map((first) => ({ step: first - 0.5, class: "attempt" }));
   if (data.differ?.step !== null && data.differ) shapes.push({ step: data.differ.step, class: "differ" });
   if (state.cell) shapes.push({ step: columns.first[state.cell.c], class: "chosen" });
-  const norm = lined(data.runs.map((run) => run.norm)), drawn = [];
+  const norm = lined(data.runs.map((run) => run.norm)), drawn = [], { limit, clipped } = page;
+  if (limit.x.length) norm.push({ ...limit, ink: "skipped", dash: "6 3", label: `clip_max_norm ${number(limit.y.at(-1))}` });
   const words = [...new Set(data.runs.flatMap((run) => run.scalars.map(({ name }) => name)))];
   const order = { loss: 0, lr: 1 };
   words.sort((a, b) => (order[a] ?? 2) - (order[b] ?? 2));
   const scalars = words.map((name) => [name, lined(data.runs.map((run) => run.scalars.find((one) => one.name === name) ?? {}))]).filter(([, lines]) => lines.length);
-  if (norm.length || !scalars.length) drawn.push({ title: "total gradient norm", lines: norm, log: norm.some(({ y }) => y.some((value) => value > 0)) });
+  if (norm.length || !scalars.length) drawn.push({ title: "total gradient norm", lines: norm, log: norm.some(({ y }) => y.some((value) => value > 0)),
+    caption: clipped ? `clipped in ${whole(clipped[0])} of ${plural(clipped[1], "step")}` : "" });
   // a noise scale is a ratio, and is compared by factors
   for (const [title, lines] of scalars) drawn.push({ title, lines, log: isWild(lines, title.startsWith("noise_scale") ? 0 : 50) });
   // the first three are higher than the others
@@ -146,7 +151,7 @@ function drawHistory() {
     return line;
   }).filter(Boolean);
   const log = !m.linear && lines.some(({ y }) => y.some((value) => value > 0)), summary = page.summary[state.kind];
-  $("history-title").textContent = label(state.kind, row);
+  $("history-title").replaceChildren(...breakable(label(state.kind, row)));
   const [first] = statisticsOf(state.kind);
   const from = summary.at[row] === null ? "never finite" : `largest ${nameOf(first)} ${number(summary.largest[first][row])} at step ${whole(summary.at[row])}`;
   $("history-note").textContent = `${rowsOf(state.kind).shapes[row]}, ${whole(summary.numel[row])} elements; ${from}; ` +

@@ -9,7 +9,7 @@ import torch
 
 from gradiometer.columns import TENSORS
 from gradiometer.rules import headlines
-from gradiometer.runs import scalars_of
+from gradiometer.runs import CLIP_FACTOR, CLIP_LIMIT, scalars_of
 from gradiometer.web.exponents import exponents_of
 from gradiometer.web.head import head_of
 from gradiometer.web.matrices import describe, drawn_of, read_kind, steps_per_column
@@ -55,13 +55,18 @@ def page_of(run: Run) -> Page:
     scalars = _scalars(run)
     loss, has_loss = scalars.get("loss", (norm, torch.zeros_like(has_norm)))
     bad_norm, bad_loss = has_norm & ~norm.isfinite(), has_loss & ~loss.isfinite()
+    limit, factor = (
+        scalars.get(name, (norm, torch.zeros_like(has_norm))) for name in (CLIP_LIMIT, CLIP_FACTOR)
+    )
+    # the limit is drawn with the norm
+    scalars.pop(CLIP_LIMIT, None)
     drawn = dict(list(scalars.items())[:MOST_SCALARS])
     # the totals of other kinds than gradients
     own = [name for kind in kinds for name in kind.schema.names if name not in TENSORS]
     for name in dict.fromkeys(own):
         if name in steps.column_names and steps[name].null_count < len(steps):
             drawn[name.replace("_", " ")] = _numbers(steps[name].to_pylist())
-    most = min(MOST_POINTS, ALL_POINTS // (len(drawn) + 1))
+    most = min(MOST_POINTS, ALL_POINTS // (len(drawn) + 2))
     skipped = _truth(steps["skipped"])
     found, more_findings = _findings(run)
     values: dict[str, Any] = {
@@ -84,6 +89,9 @@ def page_of(run: Run) -> Page:
         },
         "range": [int(step[0]), int(step[-1])] if len(step) else None,
         "norm": _line(step, norm, bad_norm, most),
+        # a limit of infinity clips nothing, and is not drawn
+        "limit": _line(step, limit[0].where(limit[1], torch.nan), torch.zeros_like(has_norm), most),
+        "clipped": [int((factor[0][factor[1]] < 1).sum()), int(factor[1].sum())] if factor[1].any() else None,
         "scalars": [
             {"name": name, **_line(step, value, given & ~value.isfinite(), most)}
             for name, (value, given) in drawn.items()

@@ -4,9 +4,9 @@ function drawFindings() {
   const button = (finding, k) => element("button", { type: "button", class: `finding ${finding.severity}`, "aria-pressed": "false", onclick: () => chooseFinding(k) },
     element("span", { class: "what" }, element("b", {}, `${SEVERITIES[finding.severity].mark} ${finding.severity}`),
       element("span", { class: "mono" }, finding.rule), element("span", {}, steps(finding.first_step, finding.last_step))),
-    element("span", { class: "message" }, finding.message),
-    ...(finding.tensor === null || finding.message.includes(rowsOf(finding.kind).names[finding.tensor]) ? [] : [element("span", { class: "name" }, cut(label(finding.kind, finding.tensor), 200))]),
-    element("span", { class: "advice" }, finding.advice));
+    element("span", { class: "message" }, ...breakable(finding.message)),
+    ...(finding.tensor === null || finding.message.includes(rowsOf(finding.kind).names[finding.tensor]) ? [] : [element("span", { class: "name" }, ...breakable(cut(label(finding.kind, finding.tensor), 200)))]),
+    element("span", { class: "advice" }, ...breakable(finding.advice)));
   // a headline, and below it what belongs to it or follows from it
   const items = [];
   page.findings.forEach((finding, k) => {
@@ -16,6 +16,7 @@ function drawFindings() {
   const count = (n) => `${whole(n)} more ${n === 1 ? "finding" : "findings"} from this cause`;
   const total = page.findings.length + page.more_findings, from = items.length < total ? ` from ${whole(items.length)} ${items.length === 1 ? "cause" : "causes"}` : "";
   $("findings-title").textContent = total ? `Findings (${whole(total)}${from}${page.more_findings ? `, ${whole(page.more_findings)} not shown` : ""})` : "Findings";
+  $("findings-card").classList.toggle("none", !items.length);
   $("findings").replaceChildren(...(items.length
     ? items.map(({ head, below }) => element("li", {}, head, ...(below.length ? [element("details", {}, element("summary", {}, count(below.length)), ...below)] : [])))
     : [element("li", { class: "note" }, "No rule reported a finding in this run.")]));
@@ -23,9 +24,9 @@ function drawFindings() {
 
 // The columns of the table: the key that sorts, the heading, and the text of a row.
 const fieldsOf = (kind) => [
-  ["name", "tensor", (r) => r.name],
+  ["name", "tensor", (r) => r.name], ["score", "flags", (r) => r.flags],
   ...kindOf(kind).statistics.map(({ name, heading, style }) => [name, heading, (r) => (style === "fraction" ? percent : number)(r[name])]),
-  ["at", "largest at", (r) => (r.at === null ? "–" : whole(r.at))], ["broken", "non-finite steps", (r) => whole(r.broken)], ["score", "flags", (r) => r.flags],
+  ["at", "largest at", (r) => (r.at === null ? "–" : whole(r.at))], ["broken", "NaN/Inf steps", (r) => whole(r.broken)],
 ];
 // Worst first: NaN or Inf, then exploding, then dead or vanishing, then the rest; within each, by non-finite steps, then norm.
 const scoreOf = (words) => (words.NaN || words.Inf ? 3 : words.exploding ? 2 : words.dead || words.vanishing ? 1 : 0);
@@ -53,6 +54,10 @@ async function stepRows(c) {
   });
 }
 const rank = (x) => (x === null || x === undefined ? -Infinity : Number.isNaN(x) ? Infinity : x);
+// The number of letters for which a name has room, beside the flags and the first numbers.
+const nameLength = () => Math.max(18, Math.min(72, Math.floor((0.42 * document.querySelector(".scroll").clientWidth) / 7.3)));
+// A flag stays on one line.
+const flagsOf = (text) => text.split(", ").flatMap((flag, k) => [k ? ", " : "", element("span", {}, flag)]);
 let tables = 0;
 async function drawTable() {
   const mine = ++tables;
@@ -67,10 +72,11 @@ async function drawTable() {
     element("th", { scope: "col", "aria-sort": id === key ? (down ? "descending" : "ascending") : "none" },
       element("button", { type: "button", onclick: () => sortBy(id) }, title + (id === key ? (down ? " ▾" : " ▴") : "")))));
   const kept = state.allRows ? rows : rows.slice(0, 25);
-  $("table-body").replaceChildren(...kept.map((r) =>
+  const most = nameLength(), short = shortened(kept.map(({ name }) => name), (text) => text.length <= most);
+  $("table-body").replaceChildren(...kept.map((r, k) =>
     element("tr", r.row === state.tensor ? { class: "chosen" } : {}, ...fields.map(([id, , text]) => (id === "name"
-      ? element("td", {}, element("button", { type: "button", title: r.name, onclick: () => chooseTensor(r.row) }, text(r)))
-      : element("td", (id === "broken" || id === "score") && r.score === 3 ? { class: "bad" } : {}, text(r)))))));
+      ? element("td", {}, element("button", { type: "button", title: r.name, onclick: () => chooseTensor(r.row) }, short[k]))
+      : element("td", (id === "broken" || id === "score") && r.score === 3 ? { class: "bad" } : {}, ...(id === "score" ? flagsOf(text(r)) : [text(r)])))))));
   choices("scopes", [["run", "over the run"], ["step", state.cell ? `at ${steps(columns.first[state.cell.c], columns.last[state.cell.c])}` : "at a step: click the map"]],
     state.scope, (scope) => set({ scope }), state.cell === null ? ["step"] : []);
   $("table-note").textContent = rows.length === 0 ? "No tensor name matches the search." :

@@ -12,12 +12,13 @@ function paint() {
   context.clearRect(0, 0, canvas.width, canvas.height);
   if (!state.matrix || !C || !state.rows.length) return;
   context.drawImage(base, left, top, width, height);
-  context.font = `11px ${colour("sans")}`;
+  context.font = labelFont();
   context.textBaseline = "middle";
   context.textAlign = "right";
-  for (const [text, at, line] of rowLabels()) {
+  const labels = rowLabels(), texts = shortLabels(context, labels.map(([text]) => text), left - 11);
+  for (const [k, [, at, line]] of labels.entries()) {
     context.fillStyle = colour("soft");
-    context.fillText(fit(context, text, left - 14), left - 8, at);
+    context.fillText(texts[k], left - 8, at);
     if (line !== null) context.fillRect(left - 5, line, 5, 1);
   }
   context.textAlign = "center";
@@ -33,7 +34,7 @@ function paint() {
     const i = finding.tensor === null || finding.kind !== state.kind ? undefined : state.rowOf.get(finding.tensor);
     if (i === undefined) continue;
     context.fillStyle = colour(finding.severity);
-    context.fillText(SEVERITIES[finding.severity].mark, right + 13, (toY(i) + toY(i + 1)) / 2);
+    context.fillText(SEVERITIES[finding.severity].mark, right + frame.right / 2, (toY(i) + toY(i + 1)) / 2);
   }
   const selected = state.rowOf.get(state.tensor);
   if (selected !== undefined) outline(context, left, toY(selected), width, toY(selected + 1) - toY(selected));
@@ -57,12 +58,15 @@ function outline(context, x, y, w, h) {
     context.strokeRect(x, y - grow, Math.max(w, 2), h + 2 * grow);
   }
 }
-function fit(context, text, room) {
-  if (text.length <= 200 && context.measureText(text).width <= room) return text;
-  const start = text.startsWith("▸ ") ? "▸ …" : "…";
-  let keep = Math.min(text.length, 80); // the end of a name is more specific than its beginning
-  while (keep > 1 && context.measureText(start + text.slice(-keep)).width > room) keep--;
-  return start + text.slice(-keep);
+let labelled = { key: "", texts: [] }; // the pointer paints often
+function shortLabels(context, rows, room) {
+  const key = `${room} ${rows.join("\n")}`;
+  if (labelled.key !== key) {
+    const marks = rows.map((row) => (row.startsWith("▸ ") ? "▸ " : ""));
+    const texts = shortened(rows.map((row, k) => row.slice(marks[k].length)), (text, k) => context.measureText(marks[k] + text).width <= room);
+    labelled = { key, texts: texts.map((text, k) => marks[k] + text) };
+  }
+  return labelled.texts;
 }
 // All names if there is room, otherwise the modules of the finest level that fits.
 function rowLabels() {
@@ -109,9 +113,9 @@ function drawLegend() {
   if (!m) return;
   const [low, high] = isAway ? [-relative(m).span, relative(m).span] : span(m);
   const scale = element("span", { class: "scale", "aria-hidden": "true" }, element("i"));
-  scale.firstChild.style.background = `linear-gradient(to right, ${(isAway ? CIVIDIS : VIRIDIS).join(",")})`;
+  scale.firstChild.style.background = `linear-gradient(to right, ${(isAway ? awayInks() : VIRIDIS).join(",")})`;
   for (const part of [0, 0.25, 0.5, 0.75, 1]) {
-    const at = low + part * (high - low), value = number(Number((10 ** Math.abs(at)).toPrecision(isAway ? 2 : 1)));
+    const at = low + part * (high - low), value = number(Number((10 ** Math.abs(at)).toPrecision(2)));
     const sign = m.linear ? "" : part === 0 ? "≤ " : part === 1 ? "≥ " : "";
     scale.append(element("span", {}, isAway ? (at === 0 ? "usual" : `${sign}${at < 0 ? "÷" : "×"} ${value}`)
       : sign + (isShare(state.statistic) ? `${100 * at} %` : m.linear ? number(at) : number(Number((10 ** at).toPrecision(1))))));
@@ -154,7 +158,7 @@ function showTooltip(cell) {
   tooltip.hidden = !cell;
   if (!cell) return;
   const [name, text] = describe(cell);
-  tooltip.replaceChildren(element("b", {}, cut(name, 240)), text);
+  tooltip.replaceChildren(element("b", {}, ...breakable(cut(name, 240))), text);
   const x = toX((edges.left[cell.c] + edges.right[cell.c]) / 2), room = canvas.parentElement.clientWidth;
   tooltip.style.left = `${Math.max(0, Math.min(x + 14, room - tooltip.offsetWidth))}px`;
   const below = toY(cell.i + 1) + 12;

@@ -31,6 +31,7 @@ async function set(change) {
   if (change.kind && state.kind && !change.shown && rowsOf(change.kind) !== rowsOf(state.kind)) change = { ...change, ...ofKind(change.kind) };
   Object.assign(state, change);
   ({ names } = rowsOf(state.kind));
+  const { left } = frame;
   const has = (...keys) => keys.some((key) => key in change);
   if (has("shown", "level", "toggled")) layoutRows();
   if (has("run", "kind", "statistic")) {
@@ -56,7 +57,7 @@ async function set(change) {
     });
   }
   $("reset").disabled = state.x === null && state.y === null && state.finding === null;
-  if (has("run", "kind", "statistic", "x", "cell", "tensor")) drawCharts();
+  if (has("run", "kind", "statistic", "x", "cell", "tensor") || frame.left !== left) drawCharts();
   save();
   if (has("run", "kind", "cell", "tensor", "scope", "sort", "shown", "allRows")) await drawTable();
 }
@@ -146,8 +147,8 @@ function chooseRun(run) {
 function redraw() {
   drawHeader();
   drawFindings();
-  document.querySelector(".columns").classList.toggle("quiet", page.findings.length === 0);
-  $("cells").closest(".card").hidden = $("table-body").closest(".card").hidden = C === 0;
+  document.querySelector(".columns").classList.toggle("quiet", page.findings.length === 0 && C === 0);
+  $("cells").closest(".card").hidden = $("table-card").hidden = C === 0;
   return set({ run: state.run, kind: state.kind, statistic: state.statistic, finding: state.finding, shown: state.shown });
 }
 
@@ -173,7 +174,7 @@ if (isEmpty) {
     event.preventDefault();
     $("search").focus();
   });
-  const resized = () => { drawCells(); drawLegend(); drawCharts(); };
+  const resized = () => { drawCells(); drawLegend(); drawCharts(); drawTable(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", resized);
   new ResizeObserver(() => { if ($("overview").clientWidth !== frame.outer) resized(); }).observe($("overview"));
   addEventListener("hashchange", () => { if (location.hash.slice(1) !== saved) restore(location.hash.slice(1)); });

@@ -1,6 +1,7 @@
 // The rows of the map: tensors, and folded modules, which are rows of several tensors.
 
-const MOST_UNFOLDED = 40; // rows, so that every row has room for its name
+// rows, so that every row has room for its name; a narrow screen has room for short ones
+const mostUnfolded = () => (innerWidth < 640 ? 20 : 40);
 const DEEPEST = 12; // modules below are not folded
 
 // Returns the rows if modules are folded from a depth on, except for toggled ones.
@@ -31,7 +32,7 @@ function levels() {
 }
 function layoutRows() {
   state.levels = levels();
-  const usual = state.levels.filter(([, count]) => count <= MOST_UNFOLDED).at(-1) ?? state.levels[0];
+  const usual = state.levels.filter(([, count]) => count <= mostUnfolded()).at(-1) ?? state.levels[0];
   state.folds = state.level ?? usual[0];
   state.rows = rowsAt(state.folds, state.toggled);
   state.rowOf = new Map(state.rows.flatMap(({ members }, i) => members.map((tensor) => [tensor, i])));

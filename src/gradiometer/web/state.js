@@ -22,9 +22,12 @@ const drawOrder = (findings, words = Object.keys(SEVERITIES)) => findings.map((_
   .sort((i, j) => words.indexOf(findings[j].severity) - words.indexOf(findings[i].severity) || j - i);
 // codes of a cell: 0 means not measured, ZERO means exactly 0, SMALLEST to LARGEST are values
 const [ZERO, SMALLEST, LARGEST, INF, NAN] = [1, 2, 65533, 65534, 65535];
-// the lightness of both scales increases, so that they can be read in greyscale; the middle of the second is grey
+// the lightness of the first increases, so that it can be read in greyscale; in the others what is usual recedes
 const VIRIDIS = ["#440154", "#482475", "#414487", "#355f8d", "#2a788e", "#21918c", "#22a884", "#44bf70", "#7ad151", "#bddf26", "#fde725"];
-const CIVIDIS = ["#00316f", "#2c4670", "#48566f", "#606570", "#777777", "#908d79", "#aca274", "#c9b969", "#e6d055", "#fee838"];
+const AWAY = { 
+  light: ["#062a5c", "#2b6cb3", "#8bb8de", "#d6e1ec", "#e8ebee", "#eee6d0", "#e6c25c", "#ad7800", "#553700"],
+  dark: ["#b5d8ff", "#5a9fe6", "#2f67a3", "#2b3f55", "#2a2f37", "#4a4128", "#8a6914", "#d9aa2f", "#ffe9a3"],
+};
 
 const state = {
   run: 0, kind: null, statistic: null, scale: "relative",
@@ -38,13 +41,16 @@ const state = {
   scope: "run", sort: { key: "score", down: true }, allRows: false,
 };
 
-const whole = (x) => x.toLocaleString("en-US");
+const whole = (x) => x.toLocaleString("en-US", { maximumFractionDigits: 4 });
+// The format of all numbers on the page, of ticks as of tables: three significant digits without trailing zeros,
+// from 0.01 to 9,990 in full and otherwise as 1.2e−4. `number` in stats/text_table.py is the same for text.
 function number(x) {
   if (x === null || x === undefined) return "–";
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x > 0 ? "Inf" : "−Inf";
-  if (x === 0) return "0";
-  const size = Math.abs(x);
-  return (size >= 0.001 && size < 1e5 ? String(Number(x.toPrecision(3))) : x.toExponential(2)).replace("-", "−");
+  const rounded = Number(x.toPrecision(3)), size = Math.abs(rounded);
+  if (size === 0) return "0";
+  if (size >= 0.01 && size < 1e4) return whole(rounded).replace("-", "−");
+  return rounded.toExponential().replace("+", "").replaceAll("-", "−");
 }
 function percent(x) {
   if (x === null || x === undefined || !Number.isFinite(x)) return number(x);
@@ -56,6 +62,50 @@ const steps = (first, last) => (first === last ? `step ${whole(first)}` : `steps
 const plural = (n, one, many = `${one}s`) => `${whole(n)} ${n === 1 ? one : many}`;
 const label = (kind, i) => rowsOf(kind).names[i] + (kindOf(kind)?.suffix ?? "");
 const wordOf = (kind) => kind.replaceAll("_", " ");
+// Returns names that `fits(name, k)` says are short enough, where k is their place. Long ones are shortened in the middle to whole words between
+// dots; if names would be alike or words would break, at the beginning, or without what the long ones begin with.
+function shortened(texts, fits) {
+  const isLong = texts.map((text, k) => text.length > 200 || !fits(text, k)), long = texts.filter((_, k) => isLong[k]).toSorted();
+  if (!long.length) return texts;
+  const [first, last] = [long[0], long.at(-1)];
+  let same = 0;
+  while (same < first.length && first[same] === last[same]) same++;
+  const common = first.lastIndexOf(".", same - 1) + 1;
+  let best = null;
+  for (const [start, heads] of [[0, 1], [0, 0], [common, 1], [common, 0]]) {
+    let broken = 0;
+    const found = texts.map((text, k) => {
+      if (!isLong[k]) return text;
+      const own = (one) => fits(one, k), whole = elided(text.slice(start), start ? "…" : "", own, heads);
+      broken += whole === null;
+      return whole ?? clipped(text, own);
+    });
+    const score = new Set(found).size - 0.5 * broken;
+    if (best === null || score > best.score) best = { score, found };
+  }
+  return best.found;
+}
+// Returns as many words of a name as fit, of the end rather than of the beginning; null if none do.
+function elided(text, before, fits, heads) {
+  if (text.length > 200) return null;
+  if (before && fits(before + text)) return before + text;
+  const words = text.split("."), n = words.length;
+  for (let kept = n - 1; kept > heads; kept--) {
+    for (let tail = kept - heads; tail >= (heads ? 1 : kept); tail--) {
+      const found = (heads ? before : "") + [...words.slice(0, kept - tail), `…${words.slice(n - tail).join(".")}`].join(".");
+      if (fits(found)) return found;
+    }
+  }
+  return null;
+}
+function clipped(text, fits) {
+  let keep = Math.min(text.length, 80); // the end of a name is more specific than its beginning
+  const part = () => `${text.slice(0, Math.floor(keep / 3))}…${text.slice(-Math.ceil((2 * keep) / 3))}`;
+  while (keep > 2 && !fits(part())) keep--;
+  return part();
+}
+// Returns text as nodes that wrap after a dot, lest names break inside a word.
+const breakable = (text) => text.split(/(?<=[./])(?=\S)/).flatMap((part, k) => (k ? [element("wbr"), part] : [part]));
 const cut = (text, n) => (text.length > n ? `${text.slice(0, n / 2)}…${text.slice(-n / 2)}` : text);
 
 function element(tag, attributes = {}, ...children) {
