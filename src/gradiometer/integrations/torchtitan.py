@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from gradiometer.inputs import is_dtensor
 from gradiometer.integrations.session import Session, is_first, while_running
@@ -28,9 +28,6 @@ MetricsProcessor: Any = import_module("torchtitan.components.metrics").MetricsPr
 _override: Any = import_module("torchtitan.config.override")
 # trainers look `clip_grad_norm_` up in it at each call
 _dist_utils: Any = import_module("torchtitan.distributed.utils")
-
-# as in torch.nn.utils.clip_grads_with_norm_
-_EPSILON: Final = 1e-6
 
 
 class TrainerMonitor:
@@ -131,9 +128,7 @@ class TrainerMonitor:
         @wraps(clip)
         def observed(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
             self._record()
-            total = clip(parameters, max_norm, *args, **kwargs)
-            self._note_clipping(max_norm, total)
-            return total
+            return clip(parameters, max_norm, *args, **kwargs)
 
         _dist_utils.clip_grad_norm_ = observed
         try:
@@ -178,11 +173,6 @@ class TrainerMonitor:
             self._session.begin_updates(optimizer)
             self._session.record_updates_after(optimizer)
             self._session.note(**{f"lr_{i}" if i else "lr": optimizer.param_groups[0].get("lr")})
-
-    @while_running
-    def _note_clipping(self, max_norm: float, total: Tensor) -> None:
-        factor = (max_norm / (total.detach() + _EPSILON)).clamp(max=1.0)
-        self._session.note(clip_max_norm=max_norm, clip_factor=factor)
 
     @while_running
     def _advance(self) -> None:
