@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from gradiometer.control import inverse_scale, is_still_scaled
 from gradiometer.inputs import tracked_parameters
+from gradiometer.integrations.partitioned import framework_of
 from gradiometer.integrations.session import collect_part
 from gradiometer.monitor import Monitor, raise_of_handlers
 from gradiometer.recorder import Driver, master_copies
@@ -104,6 +105,10 @@ def watch(
     >>> losses, monitor.last, monitor.last.scalars["lr"]
     ([0.0, 1.0, 2.0], <StepRecord: step 2, 2 tensors>, 0.1)
     """
+    framework = framework_of(model, optimizer)
+    if framework is not None:
+        adapter = import_module(f"gradiometer.integrations.{framework}")
+        return adapter.watch(model, optimizer, scaler=scaler, **options)
     for kind in type(model).__mro__:
         module = _TRAINERS.get((kind.__module__.partition(".")[0], kind.__name__))
         if module is not None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
+    from torch.nn import Module
     from torch.optim import Optimizer
 
 
@@ -25,10 +26,13 @@ class Driver:
         name: ``"loop"`` for `gradiometer.Monitor.record` and `gradiometer.Monitor.advance` in your own loop,
             ``"watch"`` for the hooks of `gradiometer.watch`, ``"trainer"`` for the callback of a trainer.
         optimizers: the optimizers; empty if they are not known.
+        model: the module, if the monitor watches other tensors of the same names, such as this rank's parts
+            of its parameters.
     """
 
     name: Literal["loop", "watch", "trainer"] = "loop"
     optimizers: tuple[Optimizer, ...] = ()
+    model: Module | None = None
 
 
 @dataclass(frozen=True)
