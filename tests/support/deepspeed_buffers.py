@@ -1,7 +1,7 @@
 """An imitation of the buffers of DeepSpeed 0.19, with the names of its attributes, in plain PyTorch.
 
-It has an engine, ZeRO 1 and 2, and BF16_Optimizer, with SGD. The gradients of all ranks are averaged, and each
-rank keeps one partition of those of each param group.
+It has an engine, ZeRO 1 and 2, and BF16_Optimizer, with SGD. The gradients of all ranks are averaged, and
+each rank keeps one partition of those of each param group.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class DeepSpeedZeroOptimizer(_Optimizer):
                 pieces = [a + b for a, b in zip(before, pieces, strict=True)]
             self.averaged_gradients[i] = pieces
 
-    def step(self, closure=None):
+    def step(self):
         if not self.averaged_gradients:
             msg = "no gradients"
             raise RuntimeError(msg)
@@ -159,7 +159,7 @@ class BF16_Optimizer(_Optimizer):  # noqa: N801 DeepSpeed's name
                 flat.narrow(0, start, p.numel()).add_(self._averaged(p).float() * scale)
                 start += p.numel()
 
-    def step(self, closure=None):
+    def step(self):
         self._finish(self.fp32_groups_gradient_flat_partition)
         for i, flat in enumerate(self.buffers):
             flat.zero_()

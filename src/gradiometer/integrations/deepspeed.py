@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.optim import Optimizer
 
-from gradiometer import distributed
 from gradiometer.distributed import Mesh
 from gradiometer.inputs import tracked_parameters
 from gradiometer.integrations import loop
-from gradiometer.integrations.partitioned import Part, watch_parts
+from gradiometer.integrations.partitioned import Part, has_class, place_in, watch_parts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,19 +42,19 @@ def watch(owner: Any, optimizer: Any = None, *, scaler: Any = None, **options: A
     """Watch an engine, or a module and DeepSpeed's optimizer, as `gradiometer.watch` does."""
     if scaler is not None:
         raise TypeError("watch: DeepSpeed scales the loss itself; leave out scaler=")
-    engine = owner if _has_class(owner, "DeepSpeedEngine") else None
-    if _has_class(owner, "PipelineEngine"):
+    engine = owner if has_class(owner, "DeepSpeedEngine") else None
+    if has_class(owner, "PipelineEngine"):
         raise _refusal(owner, "pipeline stages have layers of the same names; use a DeepSpeedEngine")
     if engine is not None:
         optimizer = _of_engine(engine, optimizer)
         owner = engine.module
     for name, why in _REFUSED.items():
-        if _has_class(optimizer, name):
+        if has_class(optimizer, name):
             raise _refusal(optimizer, why)
-    if _has_class(optimizer, "BF16_Optimizer"):
+    if has_class(optimizer, "BF16_Optimizer"):
         _check(optimizer)
         source: _Partitions = _BF16(optimizer, owner)
-    elif _has_class(optimizer, "DeepSpeedZeroOptimizer"):
+    elif has_class(optimizer, "DeepSpeedZeroOptimizer"):
         _check(optimizer)
         source = _ZeRO(optimizer, owner)
     elif engine is not None and isinstance(optimizer, Optimizer):
@@ -64,15 +63,11 @@ def watch(owner: Any, optimizer: Any = None, *, scaler: Any = None, **options: A
     else:
         raise _refusal(optimizer, "the model's gradients are in DeepSpeed's buffers; use gm.watch(engine)")
     group = optimizer.dp_process_group
-    rank, ranks = distributed.ranks_of(distributed.group_of(group))
-    mesh = Mesh(("data parallel",), (len(ranks),), (rank,))
+    rank, size = place_in(group)
+    mesh = Mesh(("data parallel",), (size,), (rank,))
     monitor = watch_parts(owner, source.parts, source, optimizer, options, mesh=mesh, group=group)
     source.prepare(monitor, has_updates=bool(options.get("updates")))
     return monitor
-
-
-def _has_class(value: Any, name: str) -> bool:
-    return any(kind.__name__ == name for kind in type(value).__mro__)
 
 
 def _refusal(value: Any, why: str) -> ValueError:
@@ -97,7 +92,7 @@ def _check(optimizer: Any) -> None:
     sizes = [getattr(mpu, name)() for name in _MPU_SIZES if hasattr(mpu, name)]
     if hasattr(mpu, "initialize_sequence_parallel"):
         sizes = []
-    is_muon = _has_class(optimizer, "DeepSpeedZeroOptimizer") and "muon" in inner.lower()
+    is_muon = has_class(optimizer, "DeepSpeedZeroOptimizer") and "muon" in inner.lower()
     found = {
         "a gradient is on the CPU, with offload_optimizer; leave it out": getattr(
             optimizer, "cpu_offload", 0

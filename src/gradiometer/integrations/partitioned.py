@@ -80,6 +80,19 @@ def framework_of(model: Any, optimizer: Any) -> str | None:
     return None
 
 
+def has_class(value: Any, name: str) -> bool:
+    """Return whether a value has a class of this name, without importing the package."""
+    return any(kind.__name__ == name for kind in type(value).__mro__)
+
+
+def place_in(group: Any) -> tuple[int, int]:
+    """Return this rank's place in a group, and the number of its ranks; None: all ranks."""
+    if not distributed.is_active():
+        return 0, 1
+    place, ranks = distributed.ranks_of(distributed.group_of(group))
+    return place, len(ranks)
+
+
 def watch_parts(
     model: nn.Module,
     parts: Sequence[Part],
@@ -110,8 +123,12 @@ def watch_parts(
     monitor = Monitor(pairs, **options)
     monitor.set_driver(Driver("watch", model=model))
     loop = _Loop(monitor, tensors, source, owner, has_updates=bool(options.get("updates")))
-    owner.step = watched = _Step(loop, owner)
-    monitor.call_at_close(watched.unwrap)
+    if isinstance(owner, Optimizer):
+        monitor.call_at_close(owner.register_step_pre_hook(lambda *_: loop.before()).remove)
+        monitor.call_at_close(owner.register_step_post_hook(lambda *_: loop.after(None)).remove)
+    else:
+        owner.step = watched = _Step(loop, owner)
+        monitor.call_at_close(watched.unwrap)
     monitor.call_at_close(loop.clear)
     return monitor
 
@@ -177,7 +194,8 @@ class _Loop:
             return
         try:
             self.record_updates()
-            self._monitor.skips = self._source.was_skipped(result)
+            # of a framework that skips steps; those with a NaN or Inf are marked
+            self._monitor.skips |= self._source.was_skipped(result)
             groups = self._owner.param_groups
             rate = groups[0].get("lr") if groups else None
         except Exception as error:  # noqa: BLE001 training goes on
