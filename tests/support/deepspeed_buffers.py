@@ -106,6 +106,17 @@ class DeepSpeedZeroOptimizer(_Optimizer):
         super().__init__(*args, **kwargs)
         self.bit16_groups, self.single_partition_of_fp32_groups = self.groups, self.masters
         self.averaged_gradients = {}
+        self.partition_size = [masters.numel() for masters in self.masters]
+        self.grad_partition_insertion_offset, self.grad_start_offset = {}, {}
+        for i, group in enumerate(self.groups):
+            there = [p for p in group if p._hp_mapping is not None]
+            own = {id(p): p._hp_mapping.hp_fragment_address.start for p in there}
+            self.grad_partition_insertion_offset[i] = {self.rank: own}
+            skipped = {id(p): p._hp_mapping.lp_fragment_address.start for p in there}
+            self.grad_start_offset[i] = {self.rank: skipped}
+
+    def get_param_id(self, p):
+        return id(p)
 
     def reduce(self, scale):
         for i, group in enumerate(self.groups):

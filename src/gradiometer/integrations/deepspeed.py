@@ -1,8 +1,8 @@
 """`gradiometer.watch` for DeepSpeed: ZeRO stages 1 and 2, and its BF16_Optimizer.
 
 DeepSpeed reduces gradients into flat buffers, one for each param group, and gives each rank one partition of
-them; ``p.grad`` is None. A parameter may begin in one partition and end in the next: ``p._hp_mapping``, which
-DeepSpeed keeps for its checkpoints, says which fragment is in this rank's partition.
+them; ``p.grad`` is None. A parameter may begin in one partition and end in the next: each rank measures its
+fragment.
 """
 
 from __future__ import annotations
@@ -113,40 +113,45 @@ def _check(optimizer: Any) -> None:
 class _Partitions:
     """The fragments of a model's parameters in this rank's partitions; see `partitioned.Source`.
 
-    ``masters``: this rank's partition of the master weights of each param group.
+    ``groups``: the parameters of each param group. ``masters``: of each, this rank's partition of master weights.
+    ``fragments``: the start and size of each parameter's fragment in that partition, if it has one.
     """
 
-    def __init__(self, optimizer: Any, model: nn.Module, groups: list[list[Tensor]], masters: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        model: nn.Module,
+        groups: list[list[Tensor]],
+        masters: list[Tensor],
+        fragments: dict[Tensor, tuple[int, int]],
+    ) -> None:
         self.optimizer, self._masters = optimizer, masters
         places = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group)}
-        names, parameters = tracked_parameters(model)
+        names, self._parameters = tracked_parameters(model)
         # the param group of each parameter, and its index there; None: frozen, or without elements
-        self._places = [places.get(parameter) for parameter in parameters]
+        self._places = [places.get(p) for p in self._parameters]
         if not any(self._places):
             msg = "it holds none of the watched model's parameters; watch the module of its engine"
             raise _refusal(optimizer, msg)
+        self._fragments = [fragments.get(p, (0, 0)) for p in self._parameters]
+        every = zip(names, self._parameters, self.weights(), self._places, strict=True)
         self.parts = [
-            Part(name, p, p, tuple(p.shape), ("R",))
-            if place is None
-            else Part(name, p, _fragment(p, masters[place[0]]), tuple(p.shape), ("S",))
-            for name, p, place in zip(names, parameters, self._places, strict=True)
+            Part(name, p, weights, tuple(p.shape), ("R",) if place is None else ("S",))
+            for name, p, weights, place in every
         ]
 
     def weights(self) -> list[Tensor]:
-        """Return this rank's parts of the master weights, which are elsewhere after a reload."""
+        """Return this rank's fragments of the master weights; of frozen parameters, themselves."""
         return [
-            part.parameter if place is None else _fragment(part.parameter, self._masters[place[0]])
-            for part, place in zip(self.parts, self._places, strict=True)
+            p if place is None else self._masters[place[0]].detach().narrow(0, *fragment)
+            for p, place, fragment in zip(self._parameters, self._places, self._fragments, strict=True)
         ]
 
     def gradients(self) -> list[Tensor | None]:
-        """Return this rank's part of each gradient."""
+        """Return this rank's fragments of the gradients."""
         return [
-            None
-            if place is None or (found := _mapping(part.parameter)) is None
-            # its offset in the partition
-            else self.fragment(*place, found.hp_fragment_address.start, found.hp_fragment_address.numel)
-            for part, place in zip(self.parts, self._places, strict=True)
+            None if place is None or numel == 0 else self.fragment(*place, start, numel)
+            for place, (start, numel) in zip(self._places, self._fragments, strict=True)
         ]
 
     def fragment(self, group: int, index: int, start: int, numel: int) -> Tensor | None:
@@ -170,11 +175,24 @@ class _ZeRO(_Partitions):
     """ZeRO 1 and 2: a list of tensors for each param group, which together are the partition."""
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
-        super().__init__(optimizer, model, optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
+        rank, _ = place_in(optimizer.dp_process_group)
+        fragments = {}
+        # `_hp_mapping` has other places with round_robin_gradients
+        for i, group in enumerate(optimizer.bit16_groups):
+            starts = optimizer.grad_partition_insertion_offset[i][rank]
+            skipped = optimizer.grad_start_offset[i][rank]
+            for p in group:
+                key = optimizer.get_param_id(p)
+                if key in starts:
+                    start = int(starts[key])
+                    left = int(optimizer.partition_size[i]) - start
+                    fragments[p] = start, min(p.numel() - int(skipped[key]), left)
+        masters = optimizer.single_partition_of_fp32_groups
+        super().__init__(optimizer, model, optimizer.bit16_groups, masters, fragments)
         self._starts: dict[int, dict[int, Tensor]] = {}
 
     def gradients(self) -> list[Tensor | None]:
-        """Return this rank's part of each gradient, after the last micro-batch."""
+        """Return this rank's fragments of the gradients, after the last micro-batch."""
         for group, tensors in self.optimizer.averaged_gradients.items():
             # fragments of parameters, and zeros for the padding
             pieces = tensors or ()
@@ -206,7 +224,15 @@ class _BF16(_Partitions):
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         if not optimizer.using_real_optimizer:
             raise _refusal(optimizer, _REFUSED["DummyOptim"])
-        super().__init__(optimizer, model, optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
+        fragments = {}
+        for p in [p for group in optimizer.bf16_groups for p in group]:
+            # kept by DeepSpeed for its checkpoints
+            mapping = p._hp_mapping  # noqa: SLF001
+            if mapping is not None:
+                address = mapping.hp_fragment_address
+                fragments[p] = address.start, address.numel
+        masters = optimizer.fp32_groups_flat_partition
+        super().__init__(optimizer, model, optimizer.bf16_groups, masters, fragments)
 
     def fragment(self, group: int, index: int, start: int, numel: int) -> Tensor | None:
         """Return a part of the buffer, if the parameter has a gradient."""
@@ -223,14 +249,3 @@ class _BF16(_Partitions):
                 lambda *_: None if monitor.closed else monitor.record_updates()
             )
             monitor.call_at_close(hook.remove)
-
-
-def _mapping(parameter: Any) -> Any:
-    """Return DeepSpeed's ``tensor_fragment``, this rank's fragment of a parameter; None if it has none."""
-    return parameter._hp_mapping  # noqa: SLF001
-
-
-def _fragment(parameter: Tensor, masters: Tensor) -> Tensor:
-    """Return the master weights of a parameter in this rank's partition, flat; empty if none is there."""
-    mapping = _mapping(parameter)
-    return masters.detach()[:0] if mapping is None else mapping.hp_fragment.detach().view(-1)
