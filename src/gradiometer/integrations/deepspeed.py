@@ -113,7 +113,7 @@ def _check(optimizer: Any) -> None:
 class _Partitions:
     """The fragments of a model's parameters in this rank's partitions; see `partitioned.Source`.
 
-    ``groups``: the parameters of each param group. ``masters``: of each, this rank's partition of master weights.
+    ``groups``: the parameters of each param group. ``masters``: this rank's master weights of each.
     ``fragments``: the start and size of each parameter's fragment in that partition, if it has one.
     """
 

@@ -76,10 +76,14 @@ def watch(
 
     A trainer gets the callback of `gradiometer.integrations`, which creates a monitor for each training run.
 
+    DeepSpeed's ZeRO stages 1 and 2 and its BF16_Optimizer, and Megatron-LM, keep gradients in buffers of
+    their own, of which a rank may have a part. These are measured before they are clipped, and merged over
+    ranks by the names of the parameters; weights and updates are those of the master weights.
+
     Args:
-        model: as for `Monitor`; or a ``transformers.Trainer``, or a Trainer of ``lightning`` or
-            ``pytorch_lightning``.
-        optimizer: the optimizer, or several in the order in which they step; not for a trainer.
+        model: as for `Monitor`; or a DeepSpeedEngine; or a ``transformers.Trainer``, or a Trainer of
+            ``lightning`` or ``pytorch_lightning``.
+        optimizer: the optimizer, or several in the order in which they step; not for a trainer or an engine.
         scaler: the GradScaler whose ``step`` calls the optimizers; its ``step`` is wrapped.
         options: other arguments of `Monitor`.
 
@@ -89,8 +93,8 @@ def watch(
 
     Raises:
         TypeError: for an object that is not an optimizer, or an unknown option.
-        ValueError: for an optimizer that holds neither parameters of the model nor their master weights, and
-            as for `Monitor`.
+        ValueError: for an optimizer that holds neither parameters of the model nor their master weights, for
+            a configuration of DeepSpeed or Megatron-LM that is not supported, and as for `Monitor`.
 
     >>> import torch, gradiometer as gm
     >>> model, losses = torch.nn.Linear(2, 1), []

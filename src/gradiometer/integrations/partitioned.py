@@ -80,6 +80,14 @@ def framework_of(model: Any, optimizer: Any) -> str | None:
     return None
 
 
+def described(model: Any, kind: str) -> str:
+    """Return the kind of a trainer's sharding, with the stage of DeepSpeed's."""
+    stage = getattr(model, "zero_optimization_stage", None)
+    if not (has_class(model, "DeepSpeedEngine") and callable(stage)):
+        return kind
+    return f"DeepSpeed ZeRO stage {int(stage())}"
+
+
 def has_class(value: Any, name: str) -> bool:
     """Return whether a value has a class of this name, without importing the package."""
     return any(kind.__name__ == name for kind in type(value).__mro__)
