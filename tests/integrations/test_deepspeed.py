@@ -241,6 +241,27 @@ def test_weights_and_updates_are_those_of_the_master_weights(two_ranks, kind, ca
     assert cosines == pytest.approx([1.0] * 4 * STEPS, abs=1e-6)
 
 
+def train_two_weights(rank, kind):
+    """Two elements: with three ranks, some have only padding."""
+    warnings.simplefilter("ignore")
+    engine, sink = engine_of(kind, torch.nn.Linear(2, 1, bias=False), stage=2), Sink()
+    with gm.watch(engine, sinks=[sink], rules=(), **OPTIONS) as monitor:
+        weights = engine.module.weight.detach().clone()
+        engine.backward(engine(torch.full((6, 2), rank + 1.0)).sum())
+        engine.step()
+    found = [rows_of(record, kind) for record in sink.records for kind in ("grads", "weights", "updates")]
+    return found, float(weights.double().norm()), monitor.failures
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_whose_partition_is_empty(three_ranks, kind):
+    (found, weights, _), *_ = results = three_ranks.run(train_two_weights, kind)
+    # the mean of 6, 12 and 18, twice
+    norm = 12.0 * math.sqrt(2.0)
+    assert found == [pytest.approx({"weight": x}, rel=1e-6) for x in (norm, weights, 0.05 * norm)]
+    assert [failures for *_, failures in results] == [{}] * 3
+
+
 def train_with_overflow(rank, kind):
     warnings.simplefilter("ignore")
     engine = engine_of(kind, model_of(), stage=2, clip=1.0)
@@ -415,6 +436,13 @@ def test_a_configuration_with_gradients_elsewhere_is_refused_by_name(attributes,
         gm.watch(engine)
 
 
+def test_the_callback_of_a_trainer_names_the_stage():
+    engine = engine_of("imitation", model_of())
+    engine.zero_optimization_stage = lambda: 2
+    assert partitioned.described(engine, "DEEPSPEED") == "DeepSpeed ZeRO stage 2"
+    assert partitioned.described(model_of(), "FSDP") == "FSDP"
+
+
 def test_a_pipeline_is_refused_by_name():
     class PipelineEngine(deepspeed_buffers.DeepSpeedEngine):
         __module__ = "deepspeed.runtime.pipe.engine"
@@ -442,9 +470,27 @@ def test_what_does_not_fit_an_engine():
     with pytest.raises(TypeError, match="pass True or False"):
         gm.watch(engine, ranks=gm.Ranks(model_of()))
     # the optimizer inside of DeepSpeed's, with the module, does not show where the gradients are
-    with pytest.raises(ValueError, match=r"DeepSpeed's buffers; use gm.watch\(engine\)"):
-        gm.watch(engine.module, engine.optimizer.optimizer)
+    for given in ((engine.module, engine.optimizer.optimizer), (engine.module,)):
+        with pytest.raises(ValueError, match=r"in its own buffers: use gm.watch\(engine\)"):
+            gm.watch(*given)
+    engine.module.frozen.ds_id = 1
+    with pytest.raises(ValueError, match="in its own buffers: ZeRO stage 3 also partitions"):
+        gm.watch(*given)
     assert "step" not in vars(engine.optimizer)
+
+
+def test_a_monitor_that_finds_no_gradients_names_deepspeed():
+    engine = engine_of("imitation", model_of())
+    with gm.Monitor(engine.module) as monitor:
+        for step in range(12):
+            loss = loss_of(engine, step, 0)
+            engine.backward(loss)
+            monitor.record()
+            engine.step()
+            monitor.advance(loss=loss)
+    (finding,) = monitor.findings
+    assert "finds no gradient since step 0: DeepSpeed keeps them in its own buffers" in finding.message
+    assert finding.advice == "use gm.watch(engine) instead of gm.Monitor"
 
 
 def test_an_engine_of_stage_0_is_watched_like_its_optimizer():

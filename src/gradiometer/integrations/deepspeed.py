@@ -48,6 +48,11 @@ def watch(owner: Any, optimizer: Any = None, *, scaler: Any = None, **options: A
     if engine is not None:
         optimizer = _of_engine(engine, optimizer)
         owner = engine.module
+    elif optimizer is None or isinstance(optimizer, Optimizer):
+        # the optimizer inside of DeepSpeed's, which has other tensors
+        is_stage_3 = any(hasattr(p, "ds_id") for p in tracked_parameters(owner)[1])
+        why = _REFUSED["DeepSpeedZeroOptimizer_Stage3"] if is_stage_3 else "use gm.watch(engine)"
+        raise ValueError(f"watch: DeepSpeed keeps the gradients of this model in its own buffers: {why}")
     for name, why in _REFUSED.items():
         if has_class(optimizer, name):
             raise _refusal(optimizer, why)

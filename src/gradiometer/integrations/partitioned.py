@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradiometer import distributed
 from gradiometer.distributed import Mesh, Ranks, Sharding, ShardSpec
 from gradiometer.monitor import Monitor, raise_of_handlers
-from gradiometer.recorder import Driver
+from gradiometer.recorder import Driver, gradient_framework
 from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
@@ -25,11 +25,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("gradiometer")
 # the packages with an adapter, which is the module here of the same name
-_PACKAGES: Final = ("deepspeed", "megatron")
+_PACKAGES: Final = {"DeepSpeed": "deepspeed", "Megatron-LM": "megatron"}
 # their wrappers of a model
 _WRAPPERS: Final = frozenset({"DeepSpeedEngine", "_BaseDataParallel", "Float16Module"})
-# attributes that they add to a model's parameters
-_MARKS: Final = {"_hp_mapping": "deepspeed", "ds_id": "deepspeed", "main_grad": "megatron"}
 
 
 class Part(NamedTuple):
@@ -67,17 +65,13 @@ def framework_of(model: Any, optimizer: Any) -> str | None:
     """Return the package whose buffers hold the gradients of a model; None for gradients in ``p.grad``."""
     for kind in type(model).__mro__:
         root = kind.__module__.partition(".")[0]
-        if root in _PACKAGES and kind.__name__ in _WRAPPERS:
+        if root in _PACKAGES.values() and kind.__name__ in _WRAPPERS:
             return root
     for kind in () if isinstance(optimizer, Optimizer) else type(optimizer).__mro__:
         root = kind.__module__.partition(".")[0]
-        if root in _PACKAGES:
+        if root in _PACKAGES.values():
             return root
-    for parameter in model.parameters() if isinstance(model, nn.Module) else ():
-        for mark, package in _MARKS.items():
-            if hasattr(parameter, mark):
-                return package
-    return None
+    return _PACKAGES.get(gradient_framework(model.parameters())) if isinstance(model, nn.Module) else None
 
 
 def described(model: Any, kind: str) -> str:

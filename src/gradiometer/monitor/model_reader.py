@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradiometer.inputs import is_dtensor, named_parameters
 from gradiometer.monitor.optimizer_reader import OptimizerReader
-from gradiometer.recorder import Driver, ModelState
+from gradiometer.recorder import Driver, ModelState, gradient_framework
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -57,6 +57,7 @@ class ModelReader:
             self._modules = {"": driver.model}
             own = dict(zip(*named_parameters(driver.model, "Monitor"), strict=True))
             self._own = [own.get(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
+        self._framework = gradient_framework(self._own)
         self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
         self._optimizers = OptimizerReader(driver.optimizers, self._parameters)
 
@@ -79,7 +80,8 @@ class ModelReader:
         if afresh or modes != self._modes or quick != before:
             self._modes = modes
             requires = tuple([parameter.requires_grad for parameter in self._own])
-            state = ModelState(requires, old.reached, self._evaluating(modes), *quick, optimizers)
+            evaluating = self._evaluating(modes)
+            state = ModelState(requires, old.reached, evaluating, *quick, optimizers, self._framework)
             if state.__dict__ != old.__dict__:
                 self._state = state
         elif optimizers is not old.optimizers:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -122,6 +122,7 @@ class ModelState:
         has_loss_scale: whether gradients have a loss scale: ``record`` was called with ``inv_scale``.
         driver: the name of the `Driver`.
         optimizers: what its optimizers hold; None if they are not known.
+        framework: whose buffers have the gradients, see `gradient_framework`; empty if ``p.grad`` has them.
     """
 
     requires_grad: tuple[bool, ...]
@@ -132,6 +133,22 @@ class ModelState:
     has_loss_scale: bool = False
     driver: str = "loop"
     optimizers: OptimizerState | None = None
+    framework: str = ""
+
+
+# attributes that a framework adds to parameters whose gradients are in its own buffers
+_MARKS: Final = {"_hp_mapping": "DeepSpeed", "ds_id": "DeepSpeed", "main_grad": "Megatron-LM"}
+
+
+def gradient_framework(parameters: Iterable[Tensor]) -> str:
+    """Return the framework that keeps the gradients of parameters in its own buffers; empty for none.
+
+    >>> import torch
+    >>> gradient_framework(torch.nn.Linear(2, 1).parameters())
+    ''
+    """
+    found = (name for p in parameters for mark, name in _MARKS.items() if hasattr(p, mark))
+    return next(found, "")
 
 
 def master_copies(others: Iterable[Tensor], parameters: Iterable[Tensor]) -> list[Tensor]:
