@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,12 +21,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import gradiometer as gm
 from gradiometer import distributed
 from gradiometer.monitor import rank_merger, setup
 from gradiometer.monitor.monitor import Monitor
+from gradiometer.rules import ChangedGradients
 from gradiometer.runs.kept_step import load_kept_step
 from gradiometer.runs.reader import read_run
 from support.rank_pool import RankPool, torchrun
@@ -686,24 +688,54 @@ def test_ranks_out_of_step_are_told_apart(two_ranks, tmp_path):
 # gm.watch
 
 
-def train_watched(model, rank, size, run_dir):
+def train_watched(model, rank, size, run_dir, limit=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gm.watch(model, optimizer, run_dir=run_dir, weights=True, rules=()) as monitor:
+    with gm.watch(model, optimizer, run_dir=run_dir, weights=True, rules=[ChangedGradients()]) as monitor:
         for step in range(10):
             loss = loss_of(model, step, rank, size)
             loss.backward()
             monitor.note(loss=loss)
+            if limit is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), limit)
             optimizer.step()
             optimizer.zero_grad()
-    return monitor.failures, monitor.dropped
+    return monitor.failures, monitor.dropped, monitor.findings
 
 
-def watched_job(rank, kind, run_dir):
-    return train_watched(wrapped(kind, network()), rank, dist.get_world_size(), run_dir)
+def watched_job(rank, kind, run_dir, limit=None):
+    return train_watched(wrapped(kind, network()), rank, dist.get_world_size(), run_dir, limit)
 
 
+@pytest.mark.parametrize("limit", [None, 0.01])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_watched_loop_of_two_ranks_is_as_of_a_single_process(two_ranks, tmp_path, kind):
-    assert two_ranks.run(watched_job, kind, str(tmp_path / "job")) == [({}, 0)] * 2
-    train_watched(network(), 0, 1, tmp_path / "alone")
+def test_a_watched_loop_of_two_ranks_is_as_of_a_single_process(two_ranks, tmp_path, kind, limit):
+    assert two_ranks.run(watched_job, kind, str(tmp_path / "job"), limit) == [({}, 0, [])] * 2
+    train_watched(network(), 0, 1, tmp_path / "alone", limit)
     assert_same(tmp_path / "job", tmp_path / "alone", 10)
+    if limit is not None:
+        for step in range(10):
+            record = read_run(tmp_path / "job").record(step)
+            factor = limit / (record.total() + 1e-6)
+            assert factor < 1
+            assert record.scalars["clip_factor"] == pytest.approx(factor)
+            assert record.scalars["clip_max_norm"] == limit
+
+
+def collectives_of_a_clip(rank, is_watched):
+    model = wrapped("fsdp", network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, 0, rank, 2).backward()
+    watch = gm.watch(model, optimizer, rules=(), ranks=False) if is_watched else nullcontext()
+    with watch, CommDebugMode() as mode:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    return sum(mode.get_comm_counts().values()), norm.full_tensor(), grads
+
+
+def test_a_clip_of_sharded_gradients_has_the_same_collectives_and_bits(two_ranks):
+    (bare, norm, grads), (watched, norm_watched, grads_watched) = [
+        two_ranks.run(collectives_of_a_clip, is_watched)[0] for is_watched in (False, True)
+    ]
+    assert bare == watched > 0
+    assert torch.equal(norm, norm_watched)
+    assert all(map(torch.equal, grads, grads_watched))

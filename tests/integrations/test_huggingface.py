@@ -385,3 +385,20 @@ def test_rules_know_the_groups_of_the_trainers_optimizer(tmp_path):
     assert str(found.severity) == "info"
     assert found.message.startswith("transformer.h.0 (")
     assert found.message.endswith("the learning rate of their param group is 0")
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_limit_and_the_factor_of_the_clip_are_recorded_without_a_second_read(tmp_path, accumulated):
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=accumulated)
+    _, sink = watched(trainer)
+    reads = []
+    measure = gm.Monitor.record
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            gm.Monitor, "record", lambda *args, **kwargs: reads.append(1) or measure(*args, **kwargs)
+        )
+        trainer.train()
+    assert len(reads) == 4
+    assert sink.scalars("clip_max_norm") == [0.1] * 4
+    assert sink.scalars("clip_factor") == pytest.approx([0.1 / (x + 1e-6) for x in sink.totals], rel=1e-5)
+    assert sink.totals == pytest.approx(logs(trainer, "grad_norm"), rel=1e-5)

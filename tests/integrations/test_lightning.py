@@ -515,3 +515,28 @@ def test_optimizers_that_toggle_their_parameters_have_updates_of_their_own(tmp_p
         place = sink.info.catalog.names.index(f"net.{i}.weight")
         recorded = [float(record.value("norm", "updates")[place]) for record in sink.records]
         assert recorded == pytest.approx(norms, rel=1e-4)
+
+
+def test_the_limit_and_the_factor_of_the_clip_are_recorded(tmp_path):
+    callback, sink = watching()
+    fit(make_module(), tmp_path, [callback], gradient_clip_val=0.1)
+    assert sink.scalars("clip_max_norm") == [0.1] * 4
+    assert sink.scalars("clip_factor") == pytest.approx([0.1 / (x + 1e-6) for x in sink.totals], rel=1e-5)
+
+
+def test_with_manual_optimization_gradients_are_recorded_before_they_are_clipped(tmp_path):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        self.manual_backward(nn.functional.mse_loss(self.net(x), y))
+        self.before.append(norm(self))
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    module = make_module(training_step=training_step)
+    module.automatic_optimization = False
+    callback, sink = watching()
+    fit(module, tmp_path, [callback])
+    assert sink.totals == pytest.approx(module.before, rel=1e-5)
+    assert sink.scalars("clip_max_norm") == [0.1] * 4

@@ -116,7 +116,7 @@ def test_a_fault_is_reported_as_in_any_with_block():
     assert [fault.reason for fault in sink.faults] == ["exception"]
 
 
-def test_accumulated_and_clipped_gradients_are_those_that_the_optimizer_uses():
+def test_accumulated_gradients_are_recorded_as_they_are_before_they_are_clipped():
     model, sink, norms = model_of(), Sink(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gm.watch(model, optimizer, rules=(), sinks=[sink]):
@@ -124,13 +124,13 @@ def test_accumulated_and_clipped_gradients_are_those_that_the_optimizer_uses():
             for part in range(4):
                 x, y = batch(4 * step + part)
                 LOSS(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             norms.append(norm(model.parameters()))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
 
     assert sink.totals == pytest.approx(norms, rel=1e-12)
-    assert max(norms) < 0.11
+    assert min(norms) > 1
 
 
 # mixed precision
@@ -361,7 +361,7 @@ def test_what_is_no_optimizer_or_scaler_is_refused(optimizer, scaler, error, say
 def test_the_optimizer_of_another_model_is_refused():
     says = (
         r"this SGD holds none of the watched model's parameters, but 4 other tensors, the first of shape "
-        r"\(8, 4\) float32: watch the model that it updates, .*watch these by name.*or use gm.Monitor"
+        r"\(8, 4\) float32: watch the model that it updates, .*the master weights by name.*or use gm.Monitor"
     )
     with pytest.raises(ValueError, match=says) as raised:
         gm.watch(model_of(), torch.optim.SGD(model_of().parameters()))

@@ -80,7 +80,8 @@ class OwnMasters(torch.optim.AdamW):
     def step(self):
         parameters = self.param_groups[0]["params"]
         for master, parameter in zip(self.masters, parameters, strict=True):
-            master.grad = parameter.grad.float()
+            if parameter.grad is not None:
+                master.grad = parameter.grad.float()
         self.inner.step()
         with torch.no_grad():
             for master, parameter in zip(self.masters, parameters, strict=True) if self.write else ():
@@ -382,6 +383,14 @@ class MastersInside(Bfloat16):
         return [OwnMasters(self.model.parameters(), self.lr)]
 
 
+class GradientsMovedInside(MastersInside):
+    """The optimizer is given the gradients of its master weights."""
+
+    def before_step(self):
+        for master, parameter in zip(self.known[0].masters, self.model.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None
+
+
 class MastersOfRareChanges(Masters):
     """So few weights, and updates so small, that none changes in this run."""
 
@@ -670,11 +679,13 @@ SITUATIONS = [
     # it cannot know of the master weights, so it has to be right with and without
     (Masters, "monitor", {"stuck": ("warning", "smaller than the rounding")}, r"are lost|; use an optimizer"),
     (
-        GradientsMovedToMasters,
+        GradientsMovedInside,
         "watch",
         {"no_gradients": ("warning", "moves them to master weights")},
         r"record\(\)|is not called",
     ),
+    # the gradients of the master weights are recorded
+    (GradientsMovedToMasters, "watch", {}, "!"),
     (MastersInside, "watch", {}, "rounding|master"),
     (MastersInside, "trainer", {}, "rounding|master"),
     (StochasticRounding, "watch", {}, "rounding|master"),
@@ -761,7 +772,7 @@ def test_the_messages_fit_the_situation(loop, how, wanted, never):
 
 @pytest.mark.parametrize(
     ("loop", "says"),
-    [(GradientsMovedToMasters, "moved to the master weights"), (TakenAway, "steps in the backward")],
+    [(GradientsMovedInside, "moves them to master weights"), (TakenAway, "steps in the backward")],
 )
 def test_without_weights_the_message_names_what_else_may_take_the_gradients(loop, says):
     (found,) = loop(weights=False, updates=False).watch().findings

@@ -12,6 +12,7 @@ from gradiometer.control.clip import (
     clip_grads_with_norm_,
     collect_and_clip_,
 )
+from gradiometer.control.clip_events import Clip, ClipObserver, clip_begins, clip_ended, observers
 from gradiometer.control.clip_value import ElementCounts, clip_grad_value_
 from gradiometer.control.coord_check import coord_check
 from gradiometer.control.coord_report import CoordCheck, CoordRow, Slope
@@ -26,6 +27,8 @@ from gradiometer.control.weight_norm_clip import WeightNormClip
 from gradiometer.control.z_score_clip import ZScoreClip
 
 __all__ = [
+    "Clip",
+    "ClipObserver",
     "CoordCheck",
     "CoordRow",
     "Determinism",
@@ -39,7 +42,9 @@ __all__ = [
     "ZScoreClip",
     "check_deterministic",
     "check_finite",
+    "clip_begins",
     "clip_coefficient",
+    "clip_ended",
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
@@ -48,6 +53,7 @@ __all__ = [
     "inverse_scale",
     "is_still_scaled",
     "locate_nonfinite",
+    "observers",
     "random_state",
     "restore_random_state",
     "share_found_inf_",

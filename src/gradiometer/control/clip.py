@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds, number, take
 from gradiometer.control.adaptive_clip import AdaptiveClip, Gradients, stats_given
+from gradiometer.control.clip_events import clip_begins, clip_ended
 from gradiometer.control.scale import Part, coefficient_of, limit_of, parts_of, scale_, unscaled
 from gradiometer.control.weight_norm_clip import WeightNormClip
 from gradiometer.distributed import is_active
@@ -170,7 +171,8 @@ def clip_grads_with_norm_(
     if not isinstance(total_norm, float) or total_norm == total_norm:  # noqa: PLR0124 NaN is a norm
         total_norm = limit_of(total_norm, "total_norm", what)
     source = [parameters] if isinstance(parameters, Tensor) else parameters
-    grads, _ = grads_of(named_parameters(source, what), what)
+    named = named_parameters(source, what)
+    grads, _ = grads_of(named, what)
     check(grads, what)
     parts = parts_of(grads, what)
     if not parts:
@@ -183,8 +185,10 @@ def clip_grads_with_norm_(
         norm = number(total_norm, device)
     is_norm = norm.isfinite() & (norm >= 0.0)
     coefficient = torch.where(is_norm, coefficient_of(norm, limit), 1.0)
+    clip = clip_begins(named.tensors, limit, lambda: coefficient)
     for part in parts:
         scale_(part, coefficient)
+    clip_ended(clip)
 
 
 def collect_and_clip_(
@@ -324,7 +328,9 @@ def _clip(
         _refuse_nonfinite(stats, norms().norm, order, ranks)
     if isinstance(clip, WeightNormClip) and clip.unitwise:
         held = [p for p in parameters.tensors if p.grad is not None]
+        event = clip_begins(held, None, lambda: None)
         clip.scale_units_(grads.names, parts, held, inv_scale)
+        clip_ended(event)
         return stats, norms
     if clip is None:
         factors = coefficient_of(norms().finite, limit)
@@ -334,8 +340,11 @@ def _clip(
         if stats.local is not None and factors.dim():
             rows = {name: row for row, name in enumerate(stats.names)}
             factors = take(factors, [rows[name] for name in grads.names])
+    shown = limit if clip is None and order == 2.0 else None
+    event = clip_begins(parameters.tensors, shown, lambda: None if factors.dim() else factors)
     for part in parts:
         scale_(part, factors)
+    clip_ended(event)
     return stats, norms
 
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, overload
 
 import torch
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from gradiometer.control import inverse_scale, is_still_scaled
 from gradiometer.inputs import tracked_parameters
+from gradiometer.integrations.backward_passes import BackwardPasses
+from gradiometer.integrations.clipping import ClippedGradients, observe
+from gradiometer.integrations.optimizers import one_of_each_group, optimizers_in, parts_of
 from gradiometer.integrations.partitioned import framework_of
 from gradiometer.integrations.session import collect_part
+from gradiometer.integrations.watched_step import WatchedStep
 from gradiometer.monitor import Monitor, raise_of_handlers
-from gradiometer.recorder import Driver, master_copies
+from gradiometer.recorder import Driver, LoopFacts
 from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from gradiometer.inputs import Parameters
+    from gradiometer.integrations.optimizers import Wrapped
 
 _LOG = logging.getLogger("gradiometer")
 _NOT_COMPILED: Final = "gm.watch records a step in optimizer.step(): use gm.Monitor in a fullgraph step"
@@ -62,15 +68,20 @@ def watch(
     that it is about to use, and ends the step after the update, with the learning rate of the first parameter
     group. `Monitor.note` adds the loss. Do not call `Monitor.record` and `Monitor.advance` yourself.
 
-    * Gradients are those that the optimizer uses: accumulated, and after clipping. To record them before
-      they are clipped, use a `Monitor` without ``watch``.
+    * Gradients are those that the optimizer uses: accumulated, and as they are before they are clipped by
+      `torch.nn.utils.clip_grad_norm_` or gradiometer's own functions, whose limit and factor are recorded as
+      ``clip_max_norm`` and ``clip_factor``. After another change, such as clipping by value, the changed
+      gradients are recorded, and the finding ``changed_gradients`` says so.
     * With a GradScaler, pass ``scaler``: gradients are recorded unscaled, and steps that it skips are
       recorded and marked. Without it, skipped steps are missing.
     * With a closure, as for LBFGS, the gradients of its last evaluation are recorded.
     * With several optimizers, each records its own parameters, and the last one in the list ends the step,
       with ``lr``, ``lr_1``, …
-    * If the optimizer holds master weights, copies of the parameters in a wider dtype, the gradients of the
-      model's own parameters are recorded: keep them until ``optimizer.step()``.
+    * If the optimizer holds master weights, copies of the parameters in a wider dtype, their gradients and
+      updates are recorded, under the names of the parameters. Without gradients of their own when it steps,
+      those of the model's parameters are.
+    * A wrapper of an optimizer, such as Accelerate's, Opacus' or schedulefree's, is passed as it is: the
+      gradients are those that the optimizer inside uses, and an update is what the wrapper's step does.
     * The model and ``optimizer.step`` may be compiled; the monitor breaks the graph of the latter. In a step
       that is one graph, use a `Monitor`.
 
@@ -92,9 +103,10 @@ def watch(
         callback: ``callback.monitor`` is the monitor of the current or last run.
 
     Raises:
-        TypeError: for an object that is not an optimizer, or an unknown option.
-        ValueError: for an optimizer that holds neither parameters of the model nor their master weights, for
-            a configuration of DeepSpeed or Megatron-LM that is not supported, and as for `Monitor`.
+        TypeError: for an object that is not an optimizer, a wrapper of several, or an unknown option.
+        ValueError: for an optimizer that holds neither parameters of the model nor copies of them that are
+            equal in the parameters' dtype, for a configuration of DeepSpeed or Megatron-LM that is not
+            supported, and as for `Monitor`.
 
     >>> import torch, gradiometer as gm
     >>> model, losses = torch.nn.Linear(2, 1), []
@@ -120,100 +132,75 @@ def watch(
                 msg = f"watch: a {kind.__name__} has its own optimizer and scaler; pass only it and options"
                 raise TypeError(msg)
             return import_module(f"gradiometer.integrations.{module}").watch(model, **options)
-    optimizers = _optimizers(optimizer)
+    wrapped = optimizers_in(optimizer)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"watch: expected scaler=torch.amp.GradScaler(...), got {type(scaler).__name__}")
     names, tensors = tracked_parameters(model)
-    parts = _parts(optimizers, dict(zip(tensors, names, strict=True)))
+    parts, masters = parts_of([each.optimizer for each in wrapped], dict(zip(tensors, names, strict=True)))
     monitor = Monitor(model, **options)
-    monitor.set_driver(Driver("watch", tuple(optimizers)))
-    loop = _Loop(monitor, optimizers, parts, options)
-    for each in optimizers:
-        monitor.call_at_close(each.register_step_pre_hook(loop.before).remove)
-        monitor.call_at_close(each.register_step_post_hook(loop.after).remove)
-    if scaler is not None:
-        monitor.skips = scaler.is_enabled()
-        # records before `scaler.step`, and ends the step after it, even if skipped
-        watched = scaler.step = _WatchedStep(loop, scaler)  # type: ignore[method-assign]
-        monitor.call_at_close(watched.unwrap)
+    loop = _Loop(monitor, wrapped, parts, masters, scaler, options)
+    monitor.set_driver(Driver("watch", tuple(loop.optimizers), loop.facts))
+    loop.attach()
     return monitor
-
-
-def _optimizers(given: Any) -> list[Optimizer]:
-    """Return the optimizers, without wrappers such as Accelerate's."""
-    if given is None:
-        raise TypeError("watch: pass the optimizer too: gm.watch(model, optimizer)")
-    found = []
-    for each in given if isinstance(given, (list, tuple)) else [given]:
-        inner = getattr(each, "optimizer", None)
-        optimizer = inner if isinstance(inner, Optimizer) else each
-        if not isinstance(optimizer, Optimizer):
-            msg = f"watch: expected a torch.optim.Optimizer, or several, got {type(optimizer).__name__}"
-            raise TypeError(msg)
-        found.append(optimizer)
-    if not found:
-        raise ValueError("watch: got no optimizer; pass those that update the model")
-    return found
-
-
-def _parts(optimizers: Sequence[Optimizer], names: dict[Tensor, str]) -> list[list[tuple[str, Tensor]]]:
-    """Return the named parameters of each optimizer; those that none has are the last one's.
-
-    An optimizer of master weights, which are copies in a wider dtype, has the parameters that they copy.
-    """
-    parts, left = [], dict(names)
-    for optimizer in optimizers:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        own = [p for p in held if p in names]
-        if not own:
-            own = master_copies(held, left)
-            if len(own) < len(held):
-                raise ValueError(_not_held(optimizer, held))
-        parts.append([(names[p], p) for p in own])
-        for p in own:
-            left.pop(p, None)
-    parts[-1] += [(name, p) for p, name in left.items()]
-    return parts
-
-
-def _not_held(optimizer: Optimizer, held: Sequence[Tensor]) -> str:
-    """Return the message for an optimizer that holds none of the model's parameters, nor copies of them."""
-    kind = type(optimizer).__name__
-    if not held:
-        return f"watch: this {kind} holds no parameters; add them to it before"
-    others = "another tensor" if len(held) == 1 else f"{len(held)} other tensors, the first"
-    first = f"{tuple(held[0].shape)} {str(held[0].dtype).removeprefix('torch.')}"
-    return (
-        f"watch: this {kind} holds none of the watched model's parameters, but {others} of shape {first}: "
-        "watch the model that it updates, or create it after the model is moved or replaced. If it holds "
-        "copies of the parameters, such as master weights, watch these by name, gm.watch([(name, copy), "
-        "...], optimizer), or use gm.Monitor(model) with record() and advance()"
-    )
 
 
 class _Loop:
     """Calls a monitor from optimizers, the last of which ends the step.
 
-    An error ends the watching, and training goes on. ``parts``: the named parameters of each optimizer.
-    ``options``: those of the monitor.
+    An error ends the watching, and training goes on.
+
+    Args:
+        monitor: the monitor.
+        wrapped: the optimizers in the order in which they step, with their wrappers.
+        parts: the named parameters of each optimizer.
+        masters: the master weights that optimizers hold, by the names of the parameters.
+        scaler: the GradScaler; None without.
+        options: those of the monitor.
     """
 
     def __init__(
         self,
         monitor: Monitor,
-        optimizers: Sequence[Optimizer],
+        wrapped: Sequence[Wrapped],
         parts: Sequence[list[tuple[str, Tensor]]],
+        masters: Mapping[str, Tensor],
+        scaler: GradScaler | None,
         options: Mapping[str, Any],
     ) -> None:
-        self._monitor, self._optimizers, self._parts, self._options = monitor, optimizers, parts, options
-        if len(optimizers) > 1:
-            monitor.split_updates([{name for name, _ in part} for part in parts])
+        self._monitor, self._wrapped, self._parts, self._masters = monitor, wrapped, parts, masters
+        self.optimizers = [each.optimizer for each in wrapped]
+        self._scaler, self._options = scaler, options
+        if len(parts) > 1 or masters:
+            monitor.split_updates([{name for name, _ in part} for part in parts], masters)
         self._has_failed = False
-        self._in_scaler = False
+        # whether a scaler or a wrapper calls the optimizer, and whether that optimizer has stepped
+        self._in_scaler = self._in_wrapper = self._has_stepped = False
+        self.facts = LoopFacts(has_master_updates=bool(masters))
+        of_each = zip(self.optimizers, parts, strict=True)
+        self._sentinels = [one_of_each_group(optimizer, part, masters) for optimizer, part in of_each]
+        self._passes = BackwardPasses([p for each in self._sentinels for _, p in each])
+        used = [[*part, *((name, masters[name]) for name, _ in part if name in masters)] for part in parts]
+        self._clipped = ClippedGradients(used, self._passes, self._measure_named, monitor.note, self._attempt)
         # an optimizer's hooks may be traced
         self._record_outside = torch.compiler.disable(self._record, reason=_NOT_COMPILED)
+        self._look_outside = torch.compiler.disable(partial(self._attempt, self._look), reason=_NOT_COMPILED)
         self._begin_outside = torch.compiler.disable(self._begin, reason=_NOT_COMPILED)
         self._advance_outside = torch.compiler.disable(self._advance, reason=_NOT_COMPILED)
+
+    def attach(self) -> None:
+        """Watch from here on, until the monitor closes."""
+        at_close = self._monitor.call_at_close
+        at_close(self._passes.remove)
+        at_close(observe(self._clipped))
+        for index, each in enumerate(self._wrapped):
+            at_close(each.optimizer.register_step_pre_hook(self.before).remove)
+            at_close(each.optimizer.register_step_post_hook(self.after).remove)
+            if each.outer is not None:
+                at_close(WatchedStep(each.outer, partial(self.step_of_wrapper, index)).unwrap)
+        if self._scaler is not None:
+            self._monitor.skips = self._scaler.is_enabled()
+            # records before `scaler.step`, and ends the step after it, even if skipped
+            at_close(WatchedStep(self._scaler, self.step_of_scaler).unwrap)
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the gradients, unless a closure is to compute them."""
@@ -223,7 +210,8 @@ class _Loop:
             # set for fused optimizers by a scaler that was not passed
             scale = getattr(optimizer, "grad_scale", None)
             self._record_outside(optimizer, None if scale is None else scale.double().reciprocal().float())
-        self._begin_outside(optimizer)
+        if not self._in_wrapper:
+            self._begin_outside(optimizer)
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """End the step."""
@@ -231,15 +219,35 @@ class _Loop:
             return
         if _has_closure(args, kwargs):
             self._record_outside(optimizer, None)
-        self._advance_outside(optimizer)
+        if self._in_wrapper:
+            self._has_stepped = True
+        else:
+            self._advance_outside(optimizer)
 
-    def step_of(self, scaler: GradScaler, step: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call ``step``, the step of a scaler, and watch it."""
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if not any(inner is known for known in self._optimizers):
+    def step_of_wrapper(self, index: int, step: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the step of a wrapper, which may change weights before and after the optimizer does."""
+        if self._in_scaler or self._in_wrapper:
+            return step(*args, **kwargs)
+        optimizer = self.optimizers[index]
+        self._look_outside(index)
+        self._begin_outside(optimizer)
+        self._in_wrapper, self._has_stepped = True, False
+        try:
+            result = step(*args, **kwargs)
+        finally:
+            self._in_wrapper = False
+        if self._has_stepped:
+            self._advance_outside(optimizer)
+        return result
+
+    def step_of_scaler(self, step: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``step``, the step of the scaler, and watch it."""
+        inner = next(
+            (each.optimizer for each in self._wrapped if any(optimizer is x for x in each.given)), None
+        )
+        if inner is None:
             return step(optimizer, *args, **kwargs)
-        is_scaled = scaler.is_enabled() and is_still_scaled(scaler, optimizer)
-        self._record_outside(inner, inverse_scale(scaler) if is_scaled else None)
+        self._record_outside(inner, self._inverse_scale(optimizer))
         self._begin_outside(inner)
         self._in_scaler = True
         try:
@@ -249,73 +257,96 @@ class _Loop:
         self._advance_outside(inner)
         return result
 
-    def _begin(self, optimizer: Optimizer) -> None:
-        if not self._is_over:
-            self._monitor.begin_updates(self._index(optimizer))
+    def _inverse_scale(self, *given: Any) -> Tensor | None:
+        """Return what unscales the gradients of an optimizer, or its wrappers; None if they have no scale."""
+        scaler = self._scaler
+        if scaler is None or not scaler.is_enabled():
+            return None
+        if not all([is_still_scaled(scaler, optimizer) for optimizer in given]):
+            return None
+        return inverse_scale(scaler)
 
-    def _record(self, optimizer: Optimizer, inv_scale: Tensor | None) -> None:
+    def _attempt(self, function: Callable[..., object], *args: Any) -> None:
         if self._is_over:
             return
         try:
-            if len(self._optimizers) == 1:
-                self._monitor.record(inv_scale=inv_scale)
-                return
-            part = self._parts[self._index(optimizer)]
-            self._monitor.record(collect_part(part, inv_scale, self._options))
+            function(*args)
         except Exception as error:  # noqa: BLE001 training goes on
             raise_of_handlers(error)
             self._has_failed = True
             text = "watch: %s; training continues without the monitor"
             _LOG.warning(text, one_line(f"{type(error).__name__}: {error}"))
 
+    def _begin(self, optimizer: Optimizer) -> None:
+        if not self._is_over:
+            self._monitor.begin_updates(self._index(optimizer))
+
+    def _record(self, optimizer: Optimizer, inv_scale: Tensor | None) -> None:
+        """Record the gradients of an optimizer that were not recorded when they were clipped."""
+        self._attempt(self._record_rest, self._index(optimizer), inv_scale)
+
+    def _record_rest(self, index: int, inv_scale: Tensor | None) -> None:
+        if not self._in_wrapper:
+            self._look(index)
+        clipped = self._clipped.measured()
+        self._measure(index, [(name, p) for name, p in self._parts[index] if name not in clipped], inv_scale)
+
+    def _measure_named(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        """Record some gradients before they are clipped."""
+        asked = {name for name, _ in pairs}
+        for index, part in enumerate(self._parts):
+            mine = [(name, p) for name, p in part if name in asked]
+            if mine:
+                self._measure(index, mine, self._inverse_scale(*self._wrapped[index].given))
+
+    def _measure(self, index: int, pairs: Sequence[tuple[str, Tensor]], inv_scale: Tensor | None) -> None:
+        part = self._parts[index]
+        if len(self._parts) == 1 and len(pairs) == len(part) and not self._masters:
+            self._monitor.record(inv_scale=inv_scale)
+        elif pairs or not part:
+            used = [(name, self._used(name, p)) for name, p in pairs]
+            self._monitor.record(collect_part(used, inv_scale, self._options))
+
+    def _used(self, name: str, parameter: Tensor) -> Tensor:
+        """Return the master weight of a parameter if that has the gradient that the optimizer uses."""
+        master = self._masters.get(name)
+        return parameter if master is None or master.grad is None else master
+
+    def _look(self, index: int) -> None:
+        """Find out whether gradients were changed after the backward pass, by something not observed."""
+        clipped = self._clipped.measured()
+        # `unscale_` writes each gradient once
+        writes = int(self._scaler is not None)
+        changed = [
+            self._passes.has_changed(p, writes) for name, p in self._sentinels[index] if name not in clipped
+        ]
+        self.facts.changed_gradients |= any(changed)
+
     def _advance(self, optimizer: Optimizer) -> None:
         if self._is_over:
             return
-        if self._options.get("updates") and len(self._optimizers) > 1:
+        index = self._index(optimizer)
+        if self._options.get("updates") and (
+            len(self.optimizers) > 1 or self._wrapped[index].outer is not None
+        ):
             # now: the loop may change its weights before the others step
-            self._monitor.record_updates(self._index(optimizer))
-        if optimizer is not self._optimizers[-1]:
+            self._monitor.record_updates(index)
+        is_last = optimizer is self.optimizers[-1]
+        self._clipped.end(index, is_last=is_last)
+        if not is_last:
             return
-        rates = [each.param_groups[0].get("lr") for each in self._optimizers]
+        rates = [each.param_groups[0].get("lr") for each in self.optimizers]
         names = ["lr", *(f"lr_{i}" for i in range(1, len(rates)))]
         known = {name: rate for name, rate in zip(names, rates, strict=True) if rate is not None}
         self._monitor.advance(**known)
+        self.facts.changed_gradients = False
 
     def _index(self, optimizer: Optimizer) -> int:
-        return next(i for i, each in enumerate(self._optimizers) if each is optimizer)
+        return next(i for i, each in enumerate(self.optimizers) if each is optimizer)
 
     @property
     def _is_over(self) -> bool:
         return self._has_failed or self._monitor.closed
-
-
-class _WatchedStep:
-    """The ``step`` of a watched scaler. A copy of the scaler, also a pickled one, has its own step.
-
-    Once undone, it calls the step as it was, in case somebody else has wrapped it again.
-    """
-
-    def __init__(self, loop: _Loop, scaler: GradScaler) -> None:
-        self._loop: _Loop | None = loop
-        self._scaler, self._step = scaler, scaler.step
-        self._had_own = "step" in vars(scaler)
-
-    def __call__(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._loop is None:
-            return self._step(optimizer, *args, **kwargs)
-        return self._loop.step_of(self._scaler, self._step, optimizer, *args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._scaler, "step")
-
-    def unwrap(self) -> None:
-        """Restore the step."""
-        self._loop = None
-        if vars(self._scaler).get("step") is self:
-            if self._had_own:
-                self._scaler.step = self._step
-            else:
-                del self._scaler.step
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

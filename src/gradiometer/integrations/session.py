@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 
 from gradiometer import distributed
 from gradiometer.columns import DEFAULT_THRESHOLDS
-from gradiometer.control import inverse_scale
+from gradiometer.control import inverse_scale, is_still_scaled
 from gradiometer.distributed import RankError
 from gradiometer.inputs import is_dtensor
+from gradiometer.integrations.backward_passes import BackwardPasses
+from gradiometer.integrations.clipping import ClippedGradients, observe
 from gradiometer.monitor import Monitor, raise_of_handlers
 from gradiometer.recorder import Driver
 from gradiometer.stats import collect_grads
@@ -83,6 +85,8 @@ class Session:
         self._hooks: dict[Optimizer, RemovableHandle] = {}
         self._scalars: dict[str, Tensor | float] = {}
         self._measured = False
+        self._clipped: ClippedGradients | None = None
+        self._at_end: list[Callable[[], None]] = []
         # several optimizers, whose updates are measured apart, and those that have begun to update
         self._several: tuple[Optimizer, ...] = ()
         self._begun: set[int | None] = set()
@@ -116,6 +120,7 @@ class Session:
             self.monitor.set_driver(Driver("trainer", known if is_known else ()))
             self._several = known if is_known and len(known) > 1 else ()
             self.monitor.split_updates(self._parts())
+            self._observe_clips(scaler, known if is_known else ())
         except (ValueError, ImportError):
             raise  # an invalid option: stop before training begins
         except Exception as error:  # noqa: BLE001 such as a parameter that cannot be measured
@@ -176,14 +181,48 @@ class Session:
             self.monitor.step = step
         return None
 
+    def _observe_clips(self, scaler: GradScaler | None, optimizers: Sequence[Optimizer]) -> None:
+        """Record what is clipped before it, if that was not done, and the limit and the factor."""
+        groups = [group["params"] for each in optimizers for group in each.param_groups]
+        ours = [[p for p in group if p in self._names and p.requires_grad and p.is_leaf] for group in groups]
+        passes = BackwardPasses([group[0] for group in ours if group])
+
+        def record(pairs: Sequence[tuple[str, Tensor]]) -> None:
+            is_scaled = scaler is not None and all([is_still_scaled(scaler, each) for each in optimizers])
+            self._record(pairs, scaler if is_scaled else None)
+
+        def attempt(function: Callable[..., object], *args: Any) -> None:
+            if self.running:
+                try:
+                    function(*args)
+                except Exception as error:  # noqa: BLE001 training goes on
+                    raise_of_handlers(error)
+                    self.give_up(f"{type(error).__name__}: {error}")
+
+        named = [(name, p) for p, name in self._names.items()]
+        self._clipped = ClippedGradients([named], passes, record, self.note, attempt)
+        self._at_end += [passes.remove, observe(self._clipped)]
+
     def record(self, scaler: GradScaler | None = None, only: Iterable[Tensor] | None = None) -> None:
-        """Measure the gradients, ``only`` of these parameters if given, unscaled if given a ``scaler``."""
+        """Measure the gradients, ``only`` of these parameters if given, unscaled if given a ``scaler``.
+
+        Those that were measured before a clip stay as they are.
+        """
+        clipped = self._clipped
+        known = set() if clipped is None else clipped.measured()
+        asked = self._names if only is None else only
+        pairs = [(self._names[p], p) for p in asked if p in self._names and self._names[p] not in known]
+        if pairs or not known:
+            self._record(pairs, scaler)
+            if clipped is not None:
+                clipped.note_measured(pairs)
+
+    def _record(self, pairs: Sequence[tuple[str, Tensor]], scaler: GradScaler | None) -> None:
         assert self.monitor is not None  # noqa: S101 for the type checker
         inv_scale = None if scaler is None else inverse_scale(scaler)
-        if only is None:
+        if len(pairs) == len(self._names):
             self.monitor.record(inv_scale=inv_scale)
         else:
-            pairs = [(self._names[p], p) for p in only if p in self._names]
             self.monitor.record(collect_part(pairs, inv_scale, self._options))
         if not self._measured:
             self._measured = True
@@ -251,6 +290,8 @@ class Session:
         assert self.monitor is not None  # noqa: S101 for the type checker
         if self._measured:
             self._measured = False
+            if self._clipped is not None:
+                self._clipped.end(0, is_last=True)
             scalars, self._scalars = self._scalars, {}
             self.monitor.advance(**scalars)
 
@@ -273,7 +314,9 @@ class Session:
         """
         for hook in self._hooks.values():
             hook.remove()
-        self._hooks, self._names, self._scalars = {}, {}, {}
+        while self._at_end:
+            self._at_end.pop()()
+        self._hooks, self._names, self._scalars, self._clipped = {}, {}, {}, None
         if self.running and self.monitor is not None:
             try:
                 if error is None:

@@ -9,7 +9,9 @@ from gradiometer.ops import is_capturing
 from gradiometer.recorder import Updates
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from torch import Tensor
 
     from gradiometer.monitor.failures import Failures
     from gradiometer.monitor.pipeline import Pipeline
@@ -31,10 +33,13 @@ class UpdateTracker:
         self.parts = [Updates(recorder)] if is_enabled else []
         self.is_released = False
 
-    def split(self, parts: Iterable[Collection[str]]) -> None:
+    def split(self, parts: Iterable[Collection[str]], masters: Mapping[str, Tensor]) -> None:
         """Measure the updates of these parameters apart; the parts are all parameters together."""
         if self.parts:
-            self.parts = [Updates(self._recorder, names) for names in parts]
+            self.parts = [
+                Updates(self._recorder, names, {name: masters[name] for name in names if name in masters})
+                for names in parts
+            ]
 
     def begin(self, part: int | None, step: int, every: int) -> None:
         """Copy the weights right before the update of a step, if the step is due."""

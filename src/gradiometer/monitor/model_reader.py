@@ -51,6 +51,7 @@ class ModelReader:
     def set_driver(self, driver: Driver) -> None:
         """Set who calls the monitor, and the optimizers that update the model."""
         self._driver: str = driver.name
+        self._facts = driver.facts
         # those in the graph of the loss
         self._own = self._parameters
         if driver.model is not None:
@@ -75,13 +76,19 @@ class ModelReader:
             self._optimizers.read(afresh=True)
         old = self._state
         untied = tuple([(a.name, b.name) for a, b in self._tied if a.parameter is not b.parameter])
-        quick = untied, self._grad_writes(optimizers), has_loss_scale, self._driver
-        before = old.untied, old.grad_writes, old.has_loss_scale, old.driver
+        quick: dict[str, Any] = {
+            "untied": untied,
+            "grad_writes": self._grad_writes(optimizers),
+            "has_loss_scale": has_loss_scale,
+            "driver": self._driver,
+            "framework": self._framework,
+            **vars(self._facts),
+        }
+        before = {name: getattr(old, name) for name in quick}
         if afresh or modes != self._modes or quick != before:
             self._modes = modes
             requires = tuple([parameter.requires_grad for parameter in self._own])
-            evaluating = self._evaluating(modes)
-            state = ModelState(requires, old.reached, evaluating, *quick, optimizers, self._framework)
+            state = ModelState(requires, old.reached, self._evaluating(modes), optimizers=optimizers, **quick)
             if state.__dict__ != old.__dict__:
                 self._state = state
         elif optimizers is not old.optimizers:

@@ -264,13 +264,17 @@ class Monitor(MonitoredRun):
             self._current.complete()
             self._failures.attempt("keep", kept.keep, self.step, args, kwargs)
 
-    def split_updates(self, parts: Iterable[Collection[str]]) -> None:
+    def split_updates(
+        self, parts: Iterable[Collection[str]], masters: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Measure the updates of several optimizers apart, each with a copy of its own parameters.
 
         Args:
             parts: the names of the parameters of each optimizer, together all of them.
+            masters: by name, the tensors that an optimizer updates in place of parameters, such as their
+                float32 master weights, of the same shapes; updates are then those of these tensors.
         """
-        self._updates.split(parts)
+        self._updates.split(parts, masters or {})
 
     def begin_updates(self, part: int | None = None) -> None:
         """Copy the weights right before ``optimizer.step()``, so that only what it does counts as an update.

@@ -8,10 +8,10 @@ from gradiometer.recorder.catalog import Catalog, Rows
 from gradiometer.recorder.kinds import KINDS, LOSS_ORDER, Kind, described, kinds_of, label, register
 from gradiometer.recorder.model_state import (
     Driver,
+    LoopFacts,
     ModelState,
     OptimizerState,
     gradient_framework,
-    master_copies,
 )
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.settings import check_integer
@@ -25,6 +25,7 @@ __all__ = [
     "Catalog",
     "Driver",
     "Kind",
+    "LoopFacts",
     "ModelState",
     "OptimizerState",
     "Recorder",
@@ -38,6 +39,5 @@ __all__ = [
     "gradient_framework",
     "kinds_of",
     "label",
-    "master_copies",
     "register",
 ]

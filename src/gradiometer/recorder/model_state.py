@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -18,6 +17,20 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+@dataclass(eq=False)
+class LoopFacts:
+    """What `gradiometer.watch` has seen of the training loop in the current step.
+
+    Attributes:
+        changed_gradients: whether something that was not observed has changed gradients between the end of
+            ``backward()`` and ``optimizer.step()``.
+        has_master_updates: whether the updates of some parameters are those of their master weights.
+    """
+
+    changed_gradients: bool = False
+    has_master_updates: bool = False
+
+
 @dataclass(frozen=True)
 class Driver:
     """Who calls a monitor, and the optimizers that update the model.
@@ -26,12 +39,14 @@ class Driver:
         name: ``"loop"`` for `gradiometer.Monitor.record` and `gradiometer.Monitor.advance` in your own loop,
             ``"watch"`` for the hooks of `gradiometer.watch`, ``"trainer"`` for the callback of a trainer.
         optimizers: the optimizers; empty if they are not known.
+        facts: what it sees of the loop; it writes them before each step ends.
         model: the module, if the monitor watches other tensors of the same names, such as this rank's parts
             of its parameters.
     """
 
     name: Literal["loop", "watch", "trainer"] = "loop"
     optimizers: tuple[Optimizer, ...] = ()
+    facts: LoopFacts = field(default_factory=LoopFacts)
     model: Module | None = None
 
 
@@ -122,6 +137,8 @@ class ModelState:
         has_loss_scale: whether gradients have a loss scale: ``record`` was called with ``inv_scale``.
         driver: the name of the `Driver`.
         optimizers: what its optimizers hold; None if they are not known.
+        changed_gradients: see `LoopFacts`.
+        has_master_updates: see `LoopFacts`.
         framework: whose buffers have the gradients, see `gradient_framework`; empty if ``p.grad`` has them.
     """
 
@@ -133,6 +150,8 @@ class ModelState:
     has_loss_scale: bool = False
     driver: str = "loop"
     optimizers: OptimizerState | None = None
+    changed_gradients: bool = False
+    has_master_updates: bool = False
     framework: str = ""
 
 
@@ -149,22 +168,3 @@ def gradient_framework(parameters: Iterable[Tensor]) -> str:
     """
     found = (name for p in parameters for mark, name in _MARKS.items() if hasattr(p, mark))
     return next(found, "")
-
-
-def master_copies(others: Iterable[Tensor], parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters of which there is a copy among others: of the same shape, and in a wider dtype.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1).bfloat16()
-    >>> len(master_copies([layer.weight.detach().float()], layer.parameters()))
-    1
-    """
-    copies = Counter([(p.shape, p.element_size()) for p in others if p.is_floating_point()])
-    found = []
-    for parameter in parameters:
-        size = parameter.element_size()
-        wider = [key for key, n in copies.items() if n and key[0] == parameter.shape and key[1] > size]
-        if wider and parameter.is_floating_point():
-            found.append(parameter)
-            copies[wider[0]] -= 1
-    return found

@@ -8,7 +8,7 @@ from gradiometer.inputs import Named, is_dtensor, is_partial, placed_like, prese
 from gradiometer.stats import Snapshot, keep_in_repeats, updates_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
@@ -22,7 +22,8 @@ class Updates:
     next step on. For a DTensor the local shard is measured; a gradient whose values are on other ranks, such
     as a partial sum, is left out. The updates are written into the current step of the recorder.
 
-    ``names``: of the parameters, such as those of one of several optimizers; None for all.
+    ``names``: of the parameters, such as those of one of several optimizers; None for all. ``masters``: by
+    the names of parameters, the tensors that the optimizer updates in their place.
 
     Attributes:
         step: the copy has the weights before this step.
@@ -32,8 +33,13 @@ class Updates:
         is_traced: whether that was in a compiled function.
     """
 
-    def __init__(self, recorder: Recorder, names: Collection[str] | None = None) -> None:
-        self._recorder, self._names = recorder, names
+    def __init__(
+        self,
+        recorder: Recorder,
+        names: Collection[str] | None = None,
+        masters: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._recorder, self._names, self._masters = recorder, names, masters or {}
         self.snapshot: Snapshot | None = None
         self.step = -1
         self.end_step()
@@ -47,7 +53,8 @@ class Updates:
     def repeated(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters, and the copies, which compiled steps write."""
         snapshot = self.snapshot
-        return self._recorder.parameters_tracked, [] if snapshot is None else list(snapshot.buffers())
+        held = [*self._recorder.parameters_tracked, *self._masters.values()]
+        return held, [] if snapshot is None else list(snapshot.buffers())
 
     def measure(self, step: int) -> None:
         """Measure a step's updates, with the gradients that are there, if its weights were copied."""
@@ -66,7 +73,9 @@ class Updates:
     def _measure(self, snapshot: Snapshot) -> None:
         weights = self._weights(snapshot)
         names, parameters = weights
-        grads = [p.grad for p in parameters]
+        model = self._parameters()
+        # the gradient that the optimizer has used
+        grads = [model[name].grad if p.grad is None else p.grad for name, p in zip(*weights, strict=True)]
         if any([is_dtensor(kind) for kind in {type(x) for x in (*parameters, *grads)}]):
             every = zip(names, grads, parameters, strict=True)
             grads = [None if grad is None else _placed(name, grad, p) for name, grad, p in every]
@@ -112,13 +121,14 @@ class Updates:
 
     def _weights(self, snapshot: Snapshot) -> Named:
         """Return the parameters in the snapshot."""
-        there = self._parameters()
+        there = {**self._parameters(), **self._masters}
         return Named(snapshot.names, [there[name] for name in snapshot.names])
 
     def _trained(self, kept: Collection[str]) -> Named:
         """Return the parameters that require a gradient, or were kept."""
-        trained = {name: p for name, p in self._parameters().items() if p.requires_grad or name in kept}
-        return Named(tuple(trained), list(trained.values()))
+        trained = [name for name, p in self._parameters().items() if p.requires_grad or name in kept]
+        there = {**self._parameters(), **self._masters}
+        return Named(tuple(trained), [there[name] for name in trained])
 
 
 def _placed(name: str, grad: Tensor, parameter: Tensor) -> Tensor | None:

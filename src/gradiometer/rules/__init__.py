@@ -20,6 +20,7 @@ from gradiometer.rules.history import NormHistory
 from gradiometer.rules.initialization import EvalMode, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.ledger import Ledger
+from gradiometer.rules.loop_order import ChangedGradients
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
@@ -33,6 +34,7 @@ from gradiometer.rules.stuck import Stuck
 
 __all__ = [
     "Accumulating",
+    "ChangedGradients",
     "ChangedOutside",
     "CollapsingRouter",
     "Dead",

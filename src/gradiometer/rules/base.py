@@ -288,6 +288,9 @@ class ChangeRule(WholeRule):
         they were is not noticed.
         """
         kind, before = recorded_kind(record, CHANGES), self.before
+        if record.model is not None and record.model.has_master_updates and record.has("weights"):
+            # an update of master weights need not be written to the parameters
+            kind = "weights"
         if kind is None or not record.has(kind):
             return None
         if kind == "updates":

@@ -29,10 +29,6 @@ CALL_ORDER: Final = {
     "trainer": "look for .detach(), .item() or torch.no_grad() between the model and the loss; with manual "
     "optimization, clear the gradients after optimizer.step() or before the backward",
 }
-KEEP: Final = (
-    "keep the gradients of the model's parameters until optimizer.step(), or watch the master weights by "
-    "name: gm.watch([(name, copy), ...], optimizer)"
-)
 CUT: Final = "look for .detach(), .item() or torch.no_grad() between it and the loss"
 WATCH: Final = {
     "loop": "create the Monitor with the model whose output the loss is computed from",
@@ -128,9 +124,6 @@ class NoGradients(ChangeRule):
         if driver == "trainer":
             return f"{text}: the loss does not depend on the parameters, or {cleared}", order
         causes = ["backward() is not called before it", cleared]
-        known = optimizers_of(record)
-        if known is not None and known.keeps_small_updates.any() and not known.held.any():
-            return f"{text}: {causes[0]}, or the gradients are moved to the master weights", KEEP
         # without weights it is not known whether something else trains the model
         causes += [] if knows_updates else [_TAKEN]
         if model is None or not model.reached:

@@ -21,7 +21,7 @@ _ORDER: Final = (
     "eval_mode", "untied", "initialization", "learning_rate", "changed_outside", "replica_divergence",
     "nonfinite", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow", "loss_spike",
     "norm_spike", "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units",
-    "vanishing", "dead", "update_ratio", "imbalance",
+    "vanishing", "dead", "update_ratio", "imbalance", "changed_gradients",
 )  # fmt: skip
 # what follows when training leaves its course
 _DIVERGED: Final = frozenset({

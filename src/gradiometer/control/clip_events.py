@@ -1,0 +1,61 @@
+"""Tell observers, such as `gradiometer.watch`, of each clip of gradients, right before and after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+
+class Clip(NamedTuple):
+    """A clip of gradients by their norm.
+
+    Attributes:
+        parameters: whose gradients are clipped.
+        max_norm: the limit of the 2-norm; None if another norm is limited, or by something else.
+        factor: returns what the gradients are multiplied by, 0-d on a device; None if that is not one number.
+    """
+
+    parameters: Sequence[Tensor]
+    max_norm: float | Tensor | None
+    factor: Callable[[], Tensor | None]
+
+
+class ClipObserver(Protocol):
+    """Is told of clips outside of compiled functions; must not raise."""
+
+    def before_norm(self, tensors: Sequence[Tensor]) -> None:
+        """See tensors of which torch is about to compute the total norm, and which may be gradients."""
+
+    def before_clip(self, clip: Clip) -> None:
+        """See gradients that are about to be clipped."""
+
+    def after_clip(self, clip: Clip) -> None:
+        """See gradients that were clipped."""
+
+
+observers: list[ClipObserver] = []
+
+
+def clip_begins(
+    parameters: Sequence[Tensor], max_norm: float | Tensor | None, factor: Callable[[], Tensor | None]
+) -> Clip | None:
+    """Tell the observers of a clip; `clip_ended` is to follow. None without any, or in compiled code."""
+    if torch.compiler.is_compiling() or not observers:
+        return None
+    clip = Clip(parameters, max_norm, factor)
+    for observer in tuple(observers):
+        observer.before_clip(clip)
+    return clip
+
+
+def clip_ended(clip: Clip | None) -> None:
+    """Tell the observers that the gradients were clipped."""
+    if clip is not None:
+        for observer in tuple(observers):
+            observer.after_clip(clip)

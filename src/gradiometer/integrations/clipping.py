@@ -1,0 +1,239 @@
+"""Observe clipping while a watch is open, and record gradients as they are before it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import utils
+from torch.nn.utils import clip_grad
+
+from gradiometer.control import clip_begins, clip_ended, observers
+from gradiometer.inputs import is_dtensor, is_partial
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gradiometer.control import Clip, ClipObserver
+    from gradiometer.integrations.backward_passes import BackwardPasses
+
+# as torch adds to a norm before dividing by it
+_EPS: Final = 1e-6
+_LOCK = threading.Lock()
+_restore: list[Callable[[], None]] = []
+# the order of the norm that was computed last, which torch does not pass on
+_order = 2.0
+
+
+def observe(observer: ClipObserver) -> Callable[[], None]:
+    """Tell an observer of every clip by `torch.nn.utils` and by gradiometer; return what ends this.
+
+    The functions of torch are replaced while there is an observer. `torch.nn.utils.clip_grad_norm_` is not:
+    it looks up the two that it calls, so that it is seen however it was imported.
+    """
+    with _LOCK:
+        observers.append(observer)
+        if not _restore:
+            for module, name, replace in _REPLACED:
+                _patch(module, name, replace(getattr(module, name)))
+    return lambda: _end(observer)
+
+
+def _end(observer: ClipObserver) -> None:
+    with _LOCK:
+        with suppress(ValueError):
+            observers.remove(observer)
+        while _restore and not observers:
+            _restore.pop()()
+
+
+def _patch(module: Any, name: str, ours: Any) -> None:
+    theirs = getattr(module, name)
+    setattr(module, name, ours)
+
+    def restore() -> None:
+        # otherwise somebody else has replaced it again, and calls ours
+        if getattr(module, name) is ours:
+            setattr(module, name, theirs)
+
+    _restore.append(restore)
+
+
+def _norm(original: Any) -> Any:
+    @wraps(original)
+    def get_total_norm(tensors: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            global _order  # noqa: PLW0603
+            _order = norm_type
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            for observer in tuple(observers):
+                observer.before_norm(tensors)
+        return original(tensors, norm_type, *args, **kwargs)
+
+    return get_total_norm
+
+
+def _clip(original: Any) -> Any:
+    @wraps(original)
+    def clip_grads_with_norm_(
+        parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # what is no number is torch's to refuse
+        if torch.compiler.is_compiling() or not isinstance(max_norm, (int, float, Tensor)):
+            return original(parameters, max_norm, total_norm, *args, **kwargs)
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if is_dtensor(type(total_norm)) and is_partial(total_norm):
+            # adds up the parts of the ranks, as torch's next operation would, and spares that one doing it
+            total_norm = total_norm + 0.0
+        shown = max_norm if _order == 2.0 else None
+        clip = clip_begins(parameters, shown, lambda: _factor(max_norm, total_norm))
+        result = original(parameters, max_norm, total_norm, *args, **kwargs)
+        clip_ended(clip)
+        return result
+
+    return clip_grads_with_norm_
+
+
+_REPLACED: Final = (
+    (clip_grad, "_get_total_norm", _norm),
+    (clip_grad, "_clip_grads_with_norm_", _clip),
+    (utils, "get_total_norm", _norm),
+    (utils, "clip_grads_with_norm_", _clip),
+)
+
+
+def _factor(max_norm: Any, total_norm: Any) -> Tensor | None:
+    """Return torch's coefficient; None if this rank has only a part of the norm."""
+    if is_dtensor(type(total_norm)):
+        if is_partial(total_norm):
+            return None
+        total_norm = total_norm.to_local()
+    norm = torch.as_tensor(total_norm).detach().double()
+    return (torch.as_tensor(max_norm, device=norm.device) / (norm + _EPS)).clamp(max=1.0)
+
+
+class _Measured(NamedTuple):
+    """Gradients that were measured together.
+
+    ``seen``: a few of their parameters, with the gradient of each, its version, and the backward passes.
+    """
+
+    names: frozenset[str]
+    seen: list[tuple[Tensor, int, int, int]]
+
+
+class ClippedGradients:
+    """Records gradients right before they are clipped, for a watch.
+
+    Args:
+        parts: for each optimizer, its tensors by name; with master weights, a name has two tensors.
+        passes: counts the backward passes.
+        record: measures these gradients into the current step.
+        note: keeps scalars for the current step.
+        attempt: calls a function, and ends the watch if it raises.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[tuple[str, Tensor]]],
+        passes: BackwardPasses,
+        record: Callable[[list[tuple[str, Tensor]]], None],
+        note: Callable[..., None],
+        attempt: Callable[..., None],
+    ) -> None:
+        self._named = {p: name for part in parts for name, p in part}
+        self._parts = [(frozenset([name for name, _ in part]), {p for _, p in part}) for part in parts]
+        self._passes, self._record, self._note, self._attempt = passes, record, note, attempt
+        self._measured: list[_Measured] = []
+        # the gradients that each optimizer has used last
+        self._used: dict[int, _Measured] = {}
+        self._clips = 0
+
+    def measured(self) -> set[str]:
+        """Return the names of the gradients that were measured since the last backward pass."""
+        self._measured = [each for each in self._measured if self._are_current(each)]
+        return {name for each in self._measured for name in each.names}
+
+    def note_measured(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        """Remember that these gradients were measured."""
+        self._measured.append(self._state(frozenset([name for name, _ in pairs]), {p for _, p in pairs}))
+
+    def end(self, index: int, *, is_last: bool) -> None:
+        """Forget the gradients that an optimizer has used; with ``is_last``, begin the next step."""
+        names, parameters = self._parts[index]
+        left = [each._replace(names=each.names - names) for each in self._measured]
+        self._measured = [each for each in left if each.names]
+        self._used[index] = self._state(names, parameters)
+        if is_last:
+            self._clips = 0
+
+    def before_norm(self, tensors: Sequence[Tensor]) -> None:
+        """Record the gradients among these tensors: they may be scaled by hand."""
+        self._attempt(self._before_norm, tensors)
+
+    def before_clip(self, clip: Clip) -> None:
+        """Record the gradients that are clipped, and by how much."""
+        self._attempt(self._before_clip, clip)
+
+    def after_clip(self, clip: Clip) -> None:
+        """Take the gradients as they are now: this change is known."""
+        self._attempt(self._after_clip, clip)
+
+    def _before_norm(self, tensors: Sequence[Tensor]) -> None:
+        ours = {id(p.grad): p for p in self._named if p.grad is not None}
+        self._measure([ours[id(x)] for x in tensors if id(x) in ours])
+
+    def _before_clip(self, clip: Clip) -> None:
+        parameters = self._ours(clip)
+        if not parameters:
+            return
+        self._measure(parameters)
+        end = f"_{self._clips}" if self._clips else ""
+        self._clips += 1
+        known = {"clip_max_norm": clip.max_norm, "clip_factor": clip.factor()}
+        self._note(**{name + end: value for name, value in known.items() if value is not None})
+
+    def _after_clip(self, clip: Clip) -> None:
+        ours = set(self._ours(clip))
+        self._passes.note(ours)
+        for each in self._measured:
+            each.seen[:] = [self._now(old[0]) if old[0] in ours else old for old in each.seen]
+
+    def _ours(self, clip: Clip) -> list[Tensor]:
+        return [p for p in clip.parameters if p in self._named and p.grad is not None]
+
+    def _measure(self, parameters: Sequence[Tensor]) -> None:
+        known = self.measured()
+        # such as for a norm that is computed after the step
+        known |= {name for each in self._used.values() if self._are_current(each) for name in each.names}
+        # a parameter may be given twice
+        pairs = [(self._named[p], p) for p in dict.fromkeys(parameters) if self._named[p] not in known]
+        if pairs:
+            self._record(pairs)
+            self.note_measured(pairs)
+
+    def _state(self, names: frozenset[str], parameters: set[Tensor]) -> _Measured:
+        # one of each param group; without any, the version counter of one has to do
+        seen = [p for p in self._passes.counted() if p in parameters]
+        if not seen:
+            seen = [p for p in parameters if p.grad is not None][:1]
+        return _Measured(names, [self._now(p) for p in seen])
+
+    def _now(self, parameter: Tensor) -> tuple[Tensor, int, int, int]:
+        grad = parameter.grad
+        version = -1 if grad is None else grad._version  # noqa: SLF001
+        return parameter, id(grad), version, self._passes.count(parameter)
+
+    def _are_current(self, measured: _Measured) -> bool:
+        """Return whether no backward pass has changed these gradients, and none was replaced."""
+        for parameter, *before in measured.seen:
+            _, *now = self._now(parameter)
+            grad, version, count = (a == b for a, b in zip(before, now, strict=True))
+            # without a count, any change may be a backward pass
+            if not (grad and count and (version or before[2] > 0)):
+                return False
+        return bool(measured.seen)
