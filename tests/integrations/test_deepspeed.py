@@ -6,10 +6,8 @@ import importlib.util
 import logging
 import math
 import os
-import pickle
 import warnings
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -364,22 +362,6 @@ def test_training_goes_on_if_the_buffers_are_not_as_expected(caplog):
     assert sink.steps == [0]
     (said,) = [record.message for record in caplog.records if record.name == "gradiometer"][:1]
     assert "averaged_gradients[0] has 34 elements at 0, expected 35; training continues" in said
-
-
-class Stepped:
-    def step(self):
-        return "stepped"
-
-
-def test_a_copy_of_a_watched_optimizer_has_its_own_step():
-    owner, loop = Stepped(), SimpleNamespace(before=lambda: None, after=str)
-    owner.step = step = partitioned._Step(loop, owner)
-    assert owner.step() == "stepped"
-    copy = pickle.loads(pickle.dumps(owner))  # noqa: S301
-    assert type(copy.step).__name__ == "method"
-    assert copy.step.__self__ is copy
-    step.unwrap()
-    assert "step" not in vars(owner)
 
 
 def test_a_loss_with_its_graph_is_known_to_reach_the_model():

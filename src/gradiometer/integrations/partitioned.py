@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from gradiometer import distributed
 from gradiometer.distributed import Mesh, Ranks, Sharding, ShardSpec
+from gradiometer.integrations.watched_step import WatchedStep
 from gradiometer.monitor import Monitor, raise_of_handlers
 from gradiometer.recorder import Driver, gradient_framework
 from gradiometer.terminal import one_line
@@ -129,8 +130,7 @@ def watch_parts(
         monitor.call_at_close(owner.register_step_pre_hook(lambda *_: loop.before()).remove)
         monitor.call_at_close(owner.register_step_post_hook(lambda *_: loop.after(None)).remove)
     else:
-        owner.step = watched = _Step(loop, owner)
-        monitor.call_at_close(watched.unwrap)
+        monitor.call_at_close(WatchedStep(owner, loop.step_of).unwrap)
     monitor.call_at_close(loop.clear)
     return monitor
 
@@ -170,6 +170,17 @@ class _Loop:
         self._has_updates = has_updates
         self._has_failed = False
         self._scale: tuple[Any, Tensor | None] = (1.0, None)
+
+    def step_of(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``step``, and watch it."""
+        self.before()
+        try:
+            result = step(*args, **kwargs)
+        except BaseException:
+            self.clear()
+            raise
+        self.after(result)
+        return result
 
     def before(self) -> None:
         """Record the gradients."""
@@ -237,40 +248,3 @@ class _Loop:
     @property
     def _is_over(self) -> bool:
         return self._has_failed or self._monitor.closed
-
-
-class _Step:
-    """The ``step`` of a watched optimizer. A copy of the optimizer, also a pickled one, has its own step.
-
-    Once undone, it calls the step as it was, in case somebody else has wrapped it again.
-    """
-
-    def __init__(self, loop: _Loop, owner: Any) -> None:
-        self._loop: _Loop | None = loop
-        self._owner, self._step = owner, owner.step
-        self._had_own = "step" in vars(owner)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        loop = self._loop
-        if loop is None:
-            return self._step(*args, **kwargs)
-        loop.before()
-        try:
-            result = self._step(*args, **kwargs)
-        except BaseException:
-            loop.clear()
-            raise
-        loop.after(result)
-        return result
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._owner, "step")
-
-    def unwrap(self) -> None:
-        """Restore the step."""
-        self._loop = None
-        if vars(self._owner).get("step") is self:
-            if self._had_own:
-                self._owner.step = self._step
-            else:
-                del self._owner.step
