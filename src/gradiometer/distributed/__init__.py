@@ -13,13 +13,15 @@ from gradiometer.distributed.ranks import Ranks
 from gradiometer.distributed.redistribution import redistribute
 from gradiometer.distributed.rendezvous import RankError
 from gradiometer.distributed.replicas import NUM_SUMMED, divergence_text, minority
-from gradiometer.distributed.sharding import UNKNOWN, Sharding, plain_sharding, with_shards
+from gradiometer.distributed.sharding import UNKNOWN, Mesh, Sharding, ShardSpec, plain_sharding, with_shards
 
 __all__ = [
     "NUM_SUMMED",
     "UNKNOWN",
+    "Mesh",
     "RankError",
     "Ranks",
+    "ShardSpec",
     "Sharding",
     "StateDigest",
     "all_reduce",

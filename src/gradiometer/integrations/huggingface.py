@@ -12,6 +12,7 @@ import torch
 
 from gradiometer import distributed
 from gradiometer.extras import require
+from gradiometer.integrations.partitioned import described
 from gradiometer.integrations.session import Session, has_whole_gradients, scaler_of, while_running
 from gradiometer.monitor import raise_of_handlers
 from gradiometer.runs import open_file
@@ -91,7 +92,10 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         accelerator = self._trainer.accelerator
         kind = str(getattr(accelerator, "distributed_type", "NO")).rpartition(".")[2]
         if not has_whole_gradients(self._trainer.model_wrapped, sharded=kind in _SHARDED):
+            kind = described(self._trainer.model_wrapped, kind)
             reason = f"with {kind}, ranks have neither full gradients nor DTensors; use FSDP version 2"
+            if kind.startswith("DeepSpeed"):
+                reason += ", or gm.watch(engine) in a loop of your own, for stages 1 and 2"
             self._session.give_up(reason, for_all=True)
             return
         resumed = None

@@ -15,6 +15,7 @@ from gradiometer.inputs import tracked_parameters
 from gradiometer.integrations.backward_passes import BackwardPasses
 from gradiometer.integrations.clipping import ClippedGradients, observe
 from gradiometer.integrations.optimizers import one_of_each_group, optimizers_in, parts_of
+from gradiometer.integrations.partitioned import framework_of
 from gradiometer.integrations.session import collect_part
 from gradiometer.integrations.unsupported import refuse
 from gradiometer.integrations.watched_step import WatchedStep
@@ -89,10 +90,14 @@ def watch(
 
     A trainer gets the callback of `gradiometer.integrations`, which creates a monitor for each training run.
 
+    DeepSpeed's ZeRO stages 1 and 2 and its BF16_Optimizer, and Megatron-LM, keep gradients in buffers of
+    their own, of which a rank may have a part. These are measured before they are clipped, and merged over
+    ranks by the names of the parameters; weights and updates are those of the master weights.
+
     Args:
-        model: as for `Monitor`; or a ``transformers.Trainer``, or a Trainer of ``lightning`` or
-            ``pytorch_lightning``.
-        optimizer: the optimizer, or several in the order in which they step; not for a trainer.
+        model: as for `Monitor`; or a DeepSpeedEngine; or a ``transformers.Trainer``, or a Trainer of
+            ``lightning`` or ``pytorch_lightning``.
+        optimizer: the optimizer, or several in the order in which they step; not for a trainer or an engine.
         scaler: the GradScaler whose ``step`` calls the optimizers; its ``step`` is wrapped.
         options: other arguments of `Monitor`.
 
@@ -103,7 +108,8 @@ def watch(
     Raises:
         TypeError: for an object that is not an optimizer, a wrapper of several, or an unknown option.
         ValueError: for an optimizer that holds neither parameters of the model nor copies of them that are
-            equal in the parameters' dtype, and as for `Monitor`.
+            equal in the parameters' dtype, for a configuration of DeepSpeed or Megatron-LM that is not
+            supported, and as for `Monitor`.
 
     >>> import torch, gradiometer as gm
     >>> model, losses = torch.nn.Linear(2, 1), []
@@ -118,6 +124,10 @@ def watch(
     >>> losses, monitor.last, monitor.last.scalars["lr"]
     ([0.0, 1.0, 2.0], <StepRecord: step 2, 2 tensors>, 0.1)
     """
+    framework = framework_of(model, optimizer)
+    if framework is not None:
+        adapter = import_module(f"gradiometer.integrations.{framework}")
+        return adapter.watch(model, optimizer, scaler=scaler, **options)
     for kind in type(model).__mro__:
         module = _TRAINERS.get((kind.__module__.partition(".")[0], kind.__name__))
         if module is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradiometer.inputs import is_dtensor, named_parameters, without_wrappers
 from gradiometer.monitor.optimizer_reader import OptimizerReader
-from gradiometer.recorder import Driver, ModelState
+from gradiometer.recorder import Driver, ModelState, gradient_framework
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +39,7 @@ class ModelReader:
     def __init__(self, model: object, recorder: Recorder) -> None:
         self._modules = modules_of(model)
         self._parameters = recorder.parameters_tracked
-        self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
+        self._names = recorder.catalog.names
         self._state = ModelState(())
         self._modes: list[bool] | None = None
         self._noted: tuple[list[bool], OptimizerState | None] | None = None
@@ -52,6 +52,14 @@ class ModelReader:
         """Set who calls the monitor, and the optimizers that update the model."""
         self._driver: str = driver.name
         self._facts = driver.facts
+        # those in the graph of the loss
+        self._own = self._parameters
+        if driver.model is not None:
+            self._modules = {"": driver.model}
+            own = dict(zip(*named_parameters(driver.model, "Monitor"), strict=True))
+            self._own = [own.get(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
+        self._framework = gradient_framework(self._own)
+        self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
         self._optimizers = OptimizerReader(driver.optimizers, self._parameters)
 
     def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False) -> ModelState:
@@ -73,12 +81,13 @@ class ModelReader:
             "grad_writes": self._grad_writes(optimizers),
             "has_loss_scale": has_loss_scale,
             "driver": self._driver,
+            "framework": self._framework,
             **vars(self._facts),
         }
         before = {name: getattr(old, name) for name in quick}
         if afresh or modes != self._modes or quick != before:
             self._modes = modes
-            requires = tuple([parameter.requires_grad for parameter in self._parameters])
+            requires = tuple([parameter.requires_grad for parameter in self._own])
             state = ModelState(requires, old.reached, self._evaluating(modes), optimizers=optimizers, **quick)
             if state.__dict__ != old.__dict__:
                 self._state = state
@@ -104,12 +113,11 @@ class ModelReader:
         """Find out whether the graph of a loss, the first that has one, leads to the parameters."""
         if not self._has_looked and isinstance(loss, Tensor) and loss.grad_fn is not None:
             self._has_looked = True
-            self._state = replace(self._state, reached=_reaches(loss, self._parameters))
+            self._state = replace(self._state, reached=_reaches(loss, self._own))
 
     def release(self) -> None:
         """Forget the model and its optimizers."""
         self._modules.clear()
-        self._tied.clear()
         self.set_driver(Driver())
 
     def _evaluating(self, modes: list[bool]) -> str:

@@ -6,7 +6,13 @@ holds them on the host. Nothing here starts a thread, accesses a disk or judges 
 
 from gradiometer.recorder.catalog import Catalog, Rows
 from gradiometer.recorder.kinds import KINDS, LOSS_ORDER, Kind, described, kinds_of, label, register
-from gradiometer.recorder.model_state import Driver, LoopFacts, ModelState, OptimizerState
+from gradiometer.recorder.model_state import (
+    Driver,
+    LoopFacts,
+    ModelState,
+    OptimizerState,
+    gradient_framework,
+)
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.settings import check_integer
 from gradiometer.recorder.step_record import RunInfo, StepRecord
@@ -30,6 +36,7 @@ __all__ = [
     "Updates",
     "check_integer",
     "described",
+    "gradient_framework",
     "kinds_of",
     "label",
     "register",

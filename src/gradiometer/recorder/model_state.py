@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
+    from torch.nn import Module
     from torch.optim import Optimizer
 
 
@@ -37,11 +40,14 @@ class Driver:
             ``"watch"`` for the hooks of `gradiometer.watch`, ``"trainer"`` for the callback of a trainer.
         optimizers: the optimizers; empty if they are not known.
         facts: what it sees of the loop; it writes them before each step ends.
+        model: the module, if the monitor watches other tensors of the same names, such as this rank's parts
+            of its parameters.
     """
 
     name: Literal["loop", "watch", "trainer"] = "loop"
     optimizers: tuple[Optimizer, ...] = ()
     facts: LoopFacts = field(default_factory=LoopFacts)
+    model: Module | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,7 @@ class ModelState:
         optimizers: what its optimizers hold; None if they are not known.
         changed_gradients: see `LoopFacts`.
         has_master_updates: see `LoopFacts`.
+        framework: whose buffers have the gradients, see `gradient_framework`; empty if ``p.grad`` has them.
     """
 
     requires_grad: tuple[bool, ...]
@@ -145,3 +152,19 @@ class ModelState:
     optimizers: OptimizerState | None = None
     changed_gradients: bool = False
     has_master_updates: bool = False
+    framework: str = ""
+
+
+# attributes that a framework adds to parameters whose gradients are in its own buffers
+_MARKS: Final = {"_hp_mapping": "DeepSpeed", "ds_id": "DeepSpeed", "main_grad": "Megatron-LM"}
+
+
+def gradient_framework(parameters: Iterable[Tensor]) -> str:
+    """Return the framework that keeps the gradients of parameters in its own buffers; empty for none.
+
+    >>> import torch
+    >>> gradient_framework(torch.nn.Linear(2, 1).parameters())
+    ''
+    """
+    found = (name for p in parameters for mark, name in _MARKS.items() if hasattr(p, mark))
+    return next(found, "")

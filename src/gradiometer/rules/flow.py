@@ -42,6 +42,11 @@ _FINDS_NONE: Final = {
     "trainer": "the trainer's optimizer finds no gradient",
 }
 # what may clear gradients too early, and what makes gradients that are 0
+# by the framework of `ModelState.framework`
+_WATCHED: Final = {
+    "DeepSpeed": "use gm.watch(engine) instead of gm.Monitor",
+    "Megatron-LM": "use gm.watch(model, optimizer) instead of gm.Monitor",
+}
 _CLEARED: Final = {
     "loop": "record() is called after zero_grad()",
     "watch": "zero_grad() is called between backward() and optimizer.step()",
@@ -106,6 +111,8 @@ class NoGradients(ChangeRule):
         order, watch, cleared = CALL_ORDER[driver], WATCH[driver], _CLEARED[driver]
         if model is not None and model.requires_grad and not any(model.requires_grad):
             return f"{text}: every parameter of the watched model is frozen, requires_grad is False", THAW
+        if model is not None and model.framework and driver == "loop" and not are_zero:
+            return f"{text}: {model.framework} keeps them in its own buffers", _WATCHED[model.framework]
         if self.has_changed:
             other = "weight decay or momentum alone changes them" if are_zero else _TAKEN
             return f"{text}, but the weights change: {cleared}, or {other}", order
