@@ -24,7 +24,8 @@ for _package in ("pyarrow", "transformers", "accelerate", "pytorch_lightning"):
     if find_spec(_package) is None:
         pytest.skip(f"no {_package}", allow_module_level=True)
 
-from gradiometer.integrations.session import Session, has_whole_gradients  # noqa: E402
+from gradiometer.integrations.frameworks import has_whole_gradients  # noqa: E402
+from gradiometer.integrations.session import Session  # noqa: E402
 from gradiometer.runs.reader import read_run  # noqa: E402
 
 STEPS = 3

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from gradiometer import distributed
-from gradiometer.integrations.session import Session, scaler_of, while_running
+from gradiometer.integrations.frameworks import scaler_of
+from gradiometer.integrations.session import Session, while_running
 from gradiometer.monitor import Monitor
 from support.watching import NoReads, Sink, time_limit
 

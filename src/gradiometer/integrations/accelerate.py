@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor, nn
 
 from gradiometer.integrations import loop
-from gradiometer.integrations.session import has_whole_gradients, scaler_of
+from gradiometer.integrations.frameworks import has_whole_gradients, scaler_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,8 +12,9 @@ import torch
 
 from gradiometer import distributed
 from gradiometer.extras import require
+from gradiometer.integrations.frameworks import has_whole_gradients, scaler_of
 from gradiometer.integrations.partitioned import described
-from gradiometer.integrations.session import Session, has_whole_gradients, scaler_of, while_running
+from gradiometer.integrations.session import Session, while_running
 from gradiometer.monitor import raise_of_handlers
 from gradiometer.runs import open_file
 

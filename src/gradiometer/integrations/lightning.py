@@ -10,7 +10,8 @@ import torch
 
 from gradiometer import distributed
 from gradiometer.extras import require
-from gradiometer.integrations.session import Session, has_whole_gradients, scaler_of, while_running
+from gradiometer.integrations.frameworks import has_whole_gradients, scaler_of
+from gradiometer.integrations.session import Session, while_running
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +56,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     counted from 0.
 
     With manual optimization a batch is a step, and each optimizer's parameters are measured just before it
-    updates them. If you clip gradients before ``optimizer.step()``, the clipped gradients are measured. The
+    updates them, or before they are clipped by their norm, as by ``self.clip_gradients``. The
     loss is the return value of ``training_step``, or else what it logs as ``loss``, ``train_loss`` or
     ``train/loss``.
 

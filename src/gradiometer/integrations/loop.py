@@ -65,7 +65,7 @@ def watch(
     scaler: GradScaler | None = None,
     **options: Any,
 ) -> Any:
-    """Watch a training loop, or a trainer of Hugging Face or Lightning, with one call.
+    """Watch a training loop, or the trainer of a framework, with one call.
 
     In your own loop, the optimizer calls the `Monitor`: each ``optimizer.step()`` first records the gradients
     that it is about to use, and ends the step after the update, with the learning rate of the first parameter
@@ -95,9 +95,9 @@ def watch(
     ranks by the names of the parameters; weights and updates are those of the master weights.
 
     Args:
-        model: as for `Monitor`; or a DeepSpeedEngine; or a ``transformers.Trainer``, or a Trainer of
-            ``lightning`` or ``pytorch_lightning``.
-        optimizer: the optimizer, or several in the order in which they step; not for a trainer or an engine.
+        model: as for `Monitor`; or the Trainer of ``transformers``, ``trl``, ``lightning``,
+            ``pytorch_lightning`` or ``torchtitan``; or an Accelerator, or a DeepSpeedEngine.
+        optimizer: the optimizer, or several in the order in which they step; not for a framework's object.
         scaler: the GradScaler whose ``step`` calls the optimizers; its ``step`` is wrapped.
         options: other arguments of `Monitor`.
 

@@ -6,10 +6,10 @@ import inspect
 import logging
 from contextlib import suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from gradiometer import distributed
@@ -38,11 +38,6 @@ _LOG = logging.getLogger("gradiometer")
 # seconds to wait for other ranks to create their Monitor, which may itself wait a minute for other ranks
 _TIMEOUT = 75.0
 _MOMENT = 10.0
-
-# wrappers of a model whose parameters are neither the trained ones nor DTensors
-_ENGINES: Final = frozenset(
-    {"FullyShardedDataParallel", "XlaFullyShardedDataParallel", "DeepSpeedEngine", "MegatronEngine"}
-)
 
 _Hook = TypeVar("_Hook", bound="Callable[..., None]")
 
@@ -398,22 +393,3 @@ def _whole(value: Tensor) -> Tensor:
 def is_first() -> bool:
     """Return whether this process is the first rank of its job, which logs for all."""
     return not distributed.is_active() or distributed.ranks_of(distributed.group_of(None))[0] == 0
-
-
-def has_whole_gradients(model: Any, *, sharded: bool) -> bool:
-    """Return whether a rank has full gradients, or DTensors, after backward.
-
-    ``model`` has all its wrappers; ``sharded``: whether the framework reports that ranks hold parts.
-    """
-    if not isinstance(model, nn.Module):
-        return not sharded
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    if kinds & _ENGINES:
-        return False
-    return not sharded or any(is_dtensor(type(p)) for p in model.parameters())
-
-
-def scaler_of(owner: Any) -> Any:
-    """Return the GradScaler of an accelerator or precision plugin, if it has an enabled one."""
-    scaler = getattr(owner, "scaler", None)
-    return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None

@@ -1,0 +1,34 @@
+"""What the objects of training frameworks hold: gradients, or parts of them, and a GradScaler."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from gradiometer.inputs import is_dtensor
+
+# wrappers of a model whose parameters are neither the trained ones nor DTensors
+_ENGINES: Final = frozenset(
+    {"FullyShardedDataParallel", "XlaFullyShardedDataParallel", "DeepSpeedEngine", "MegatronEngine"}
+)
+
+
+def has_whole_gradients(model: Any, *, sharded: bool) -> bool:
+    """Return whether a rank has full gradients, or DTensors, after backward.
+
+    ``model`` has all its wrappers; ``sharded``: whether the framework reports that ranks hold parts.
+    """
+    if not isinstance(model, nn.Module):
+        return not sharded
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if kinds & _ENGINES:
+        return False
+    return not sharded or any(is_dtensor(type(p)) for p in model.parameters())
+
+
+def scaler_of(owner: Any) -> Any:
+    """Return the GradScaler of an accelerator or precision plugin, if it has an enabled one."""
+    scaler = getattr(owner, "scaler", None)
+    return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None
