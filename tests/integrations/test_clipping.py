@@ -397,6 +397,17 @@ def test_clips_of_something_else_are_left_alone():
     assert "clip_factor" not in sink.records[0].scalars
 
 
+def test_a_forgotten_watch_restores_the_functions_of_torch():
+    def forget():
+        model = model_of()
+        gm.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), rules=())
+        assert patched()
+
+    forget()
+    gc.collect()
+    assert not patched()
+
+
 def test_a_closed_watch_leaves_no_hook_and_frees_the_model():
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

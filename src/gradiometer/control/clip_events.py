@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -39,7 +40,8 @@ class ClipObserver(Protocol):
         """See gradients that were clipped."""
 
 
-observers: list[ClipObserver] = []
+# not kept alive by this
+observers: weakref.WeakSet[ClipObserver] = weakref.WeakSet()
 
 
 def clip_begins(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+import weakref
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 # as torch adds to a norm before dividing by it
 _EPS: Final = 1e-6
-_LOCK = threading.Lock()
+# a garbage collection may end an observer anywhere
+_LOCK = threading.RLock()
 _restore: list[Callable[[], None]] = []
 # the order of the norm that was computed last, which torch does not pass on
 _order = 2.0
@@ -36,17 +37,19 @@ def observe(observer: ClipObserver) -> Callable[[], None]:
     it looks up the two that it calls, so that it is seen however it was imported.
     """
     with _LOCK:
-        observers.append(observer)
+        observers.add(observer)
         if not _restore:
             for module, name, replace in _REPLACED:
                 _patch(module, name, replace(getattr(module, name)))
+    # an observer that is forgotten is told nothing more
+    weakref.finalize(observer, _end, None).atexit = False
     return lambda: _end(observer)
 
 
-def _end(observer: ClipObserver) -> None:
+def _end(observer: ClipObserver | None) -> None:
     with _LOCK:
-        with suppress(ValueError):
-            observers.remove(observer)
+        if observer is not None:
+            observers.discard(observer)
         while _restore and not observers:
             _restore.pop()()
 
