@@ -402,3 +402,10 @@ def test_the_limit_and_the_factor_of_the_clip_are_recorded_without_a_second_read
     assert sink.scalars("clip_max_norm") == [0.1] * 4
     assert sink.scalars("clip_factor") == pytest.approx([0.1 / (x + 1e-6) for x in sink.totals], rel=1e-5)
     assert sink.totals == pytest.approx(logs(trainer, "grad_norm"), rel=1e-5)
+
+
+def test_a_with_block_of_the_callback(tmp_path):
+    trainer = make_trainer(tmp_path)
+    with gm.watch(trainer, rules=()) as callback:
+        trainer.train()
+    assert (callback.monitor.step, callback.monitor.closed) == (4, True)

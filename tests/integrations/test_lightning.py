@@ -724,3 +724,10 @@ def test_with_manual_optimization_gradients_are_recorded_before_they_are_clipped
     fit(module, tmp_path, [callback])
     assert sink.totals == pytest.approx(module.before, rel=1e-5)
     assert sink.scalars("clip_max_norm") == [0.1] * 4
+
+
+def test_a_with_block_of_the_callback(tmp_path):
+    trainer = make_trainer(tmp_path)
+    with gm.watch(trainer, rules=()) as callback:
+        trainer.fit(make_module(), loader())
+    assert (callback.monitor.step, callback.monitor.closed) == (4, True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 
-from gradiometer.inputs import is_dtensor
+from gradiometer.inputs import is_dtensor, named_parameters
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradiometer.inputs import Parameters
 
 # wrappers of a model whose parameters are neither the trained ones nor DTensors
 _ENGINES: Final = frozenset(
@@ -32,3 +37,16 @@ def scaler_of(owner: Any) -> Any:
     """Return the GradScaler of an accelerator or precision plugin, if it has an enabled one."""
     scaler = getattr(owner, "scaler", None)
     return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None
+
+
+def measurable(model: Parameters) -> Parameters:
+    """Return the model; if it has quantized weights, only the parameters that can have gradients."""
+    named = named_parameters(model, "Monitor")
+    pairs = [(n, p) for n, p in zip(*named, strict=True) if p.is_floating_point() or p.is_complex()]
+    return model if len(pairs) == len(named.names) else pairs
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return a scalar without its graph; a DTensor is reduced to its full value."""
+    value = value.detach()
+    return value.full_tensor() if is_dtensor(type(value)) else value  # type: ignore[attr-defined]

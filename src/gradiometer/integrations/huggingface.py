@@ -14,7 +14,7 @@ from gradiometer import distributed
 from gradiometer.extras import require
 from gradiometer.integrations.frameworks import has_whole_gradients, scaler_of
 from gradiometer.integrations.partitioned import described
-from gradiometer.integrations.session import Session, while_running
+from gradiometer.integrations.session import Session, Watching, while_running
 from gradiometer.monitor import raise_of_handlers
 from gradiometer.runs import open_file
 
@@ -34,7 +34,7 @@ STATE_NAME: Final = "gradiometer.pt"
 _SHARDED: Final = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"})
 
 
-class MonitorCallback(TrainerCallback):  # type: ignore[misc]
+class MonitorCallback(Watching, TrainerCallback):  # type: ignore[misc]
     """Watches every training run of a Trainer with a `Monitor`.
 
     Gradients are measured after the last ``backward`` of a step: accumulated, before clipping, and without

@@ -11,7 +11,7 @@ import torch
 from gradiometer import distributed
 from gradiometer.extras import require
 from gradiometer.integrations.frameworks import has_whole_gradients, scaler_of
-from gradiometer.integrations.session import Session, while_running
+from gradiometer.integrations.session import Session, Watching, while_running
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +48,7 @@ def _logger() -> logging.Logger:
     return logging.getLogger(f"{Callback.__module__.rpartition('.callbacks')[0]}.gradiometer")
 
 
-class MonitorCallback(Callback):  # type: ignore[misc]
+class MonitorCallback(Watching, Callback):  # type: ignore[misc]
     """Watches every ``fit`` of a Lightning Trainer with a `Monitor`.
 
     Gradients are measured in ``on_before_optimizer_step``: accumulated, before Lightning clips them, and

@@ -19,6 +19,7 @@ from gradiometer.distributed import RankError
 from gradiometer.inputs import is_dtensor, named_parameters
 from gradiometer.integrations.backward_passes import BackwardPasses
 from gradiometer.integrations.clipping import ClippedGradients, observe
+from gradiometer.integrations.frameworks import measurable, whole
 from gradiometer.monitor import Monitor, raise_of_handlers
 from gradiometer.recorder import Driver
 from gradiometer.stats import collect_grads
@@ -26,6 +27,8 @@ from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import TracebackType
+    from typing import Self
 
     from torch.amp import GradScaler
     from torch.utils.hooks import RemovableHandle
@@ -105,7 +108,7 @@ class Session:
         self._measured = False
         failure = None
         try:
-            self.monitor = Monitor(_measurable(model), **self._options)
+            self.monitor = Monitor(measurable(model), **self._options)
             self.running = True
             names, parameters = named_parameters(model, self._caller)
             self._names = dict(zip(parameters, names, strict=True))
@@ -272,14 +275,14 @@ class Session:
         for name, value in scalars.items():
             if isinstance(value, Tensor):
                 # clone, because a scheduler may change a learning rate in place
-                self._scalars[name] = _whole(value).clone()
+                self._scalars[name] = whole(value).clone()
             elif value is not None:
                 self._scalars[name] = float(value)
 
     def add_loss(self, loss: Any) -> None:
         """Add the loss of a micro-batch to that of the step."""
         if isinstance(loss, Tensor):
-            before, now = self._scalars.get("loss"), _whole(loss)
+            before, now = self._scalars.get("loss"), whole(loss)
             self._scalars["loss"] = now if before is None else before + now
 
     def advance(self) -> None:
@@ -343,6 +346,20 @@ class Session:
         _LOG.warning("%s: %s", self._caller, one_line(message))
 
 
+class Watching:
+    """A ``with`` block of a callback: at its end, a run that has not ended is closed."""
+
+    _session: Session
+
+    def __enter__(self) -> Self:
+        """Return the callback."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the monitor; after an exception, which propagates, write a black box."""
+        self._session.end(error)
+
+
 def collect_part(
     pairs: Sequence[tuple[str, Tensor]], inv_scale: Tensor | None, options: Mapping[str, Any]
 ) -> TensorStats:
@@ -375,19 +392,6 @@ def _description(failure: Exception | None) -> tuple[str, bool]:
     if isinstance(failure, RankError):
         return str(failure), True
     return f"{type(failure).__name__}: {failure}", False
-
-
-def _measurable(model: Parameters) -> Parameters:
-    """Return the model; if it has quantized weights, only the parameters that can have gradients."""
-    named = named_parameters(model, "Monitor")
-    pairs = [(n, p) for n, p in zip(*named, strict=True) if p.is_floating_point() or p.is_complex()]
-    return model if len(pairs) == len(named.names) else pairs
-
-
-def _whole(value: Tensor) -> Tensor:
-    """Return a scalar without its graph; a DTensor is reduced to its full value."""
-    value = value.detach()
-    return value.full_tensor() if is_dtensor(type(value)) else value  # type: ignore[attr-defined]
 
 
 def is_first() -> bool:

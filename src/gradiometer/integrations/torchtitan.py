@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.inputs import is_dtensor
-from gradiometer.integrations.session import Session, is_first, while_running
+from gradiometer.integrations.session import Session, Watching, is_first, while_running
 from gradiometer.stats import Taps
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _override: Any = import_module("torchtitan.config.override")
 _dist_utils: Any = import_module("torchtitan.distributed.utils")
 
 
-class TrainerMonitor:
+class TrainerMonitor(Watching):
     """Watches the training of a torchtitan Trainer with a `Monitor`, from its first step to its end.
 
     Gradients are measured right before torchtitan clips them: accumulated, as shards. A step ends with the
