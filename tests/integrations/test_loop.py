@@ -480,4 +480,23 @@ def test_a_loop_that_never_calls_the_optimizer_is_told_at_the_end(caplog):
             loss.backward()
             monitor.note(loss=loss)
     assert monitor.failures == {"advance": 1}
-    assert "call optimizer.step() if gm.watch records the steps" in caplog.text
+    assert "the optimizer that gm.watch was given has to step" in caplog.text
+
+
+def test_another_optimizer_that_steps_is_told_at_the_end(caplog):
+    model = model_of()
+    optimizer, other = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with gm.watch(model, optimizer, rules=()) as monitor:
+        train(model, other, 3)
+    assert monitor.failures == {"advance": 1}
+    assert "the watched optimizer did not step: pass gm.watch the one that does" in caplog.text
+
+
+def test_parameters_may_be_an_iterator_and_swapped_arguments_are_told():
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gm.watch(model.parameters(), optimizer, rules=()) as monitor:
+        train(model, optimizer, 2)
+    assert (monitor.step, monitor.failures) == (2, {})
+    with pytest.raises(TypeError, match=r"got Sequential; call gm\.watch\(model, optimizer\)"):
+        gm.watch(optimizer, model)

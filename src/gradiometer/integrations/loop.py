@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, overload
@@ -124,6 +125,9 @@ def watch(
     >>> losses, monitor.last, monitor.last.scalars["lr"]
     ([0.0, 1.0, 2.0], <StepRecord: step 2, 2 tensors>, 0.1)
     """
+    if isinstance(model, Iterator):
+        # such as model.parameters(), which can be read once
+        model = list(model)
     framework = framework_of(model, optimizer)
     if framework is not None:
         adapter = import_module(f"gradiometer.integrations.{framework}")
@@ -176,7 +180,7 @@ class _Loop:
         self._scaler, self._options = scaler, options
         if len(parts) > 1 or masters:
             monitor.split_updates([{name for name, _ in part} for part in parts], masters)
-        self._has_failed = False
+        self._has_failed = self._has_ended_any = False
         # whether a scaler or a wrapper calls the optimizer, and whether that optimizer has stepped
         self._in_scaler = self._in_wrapper = self._has_stepped = False
         self.facts = LoopFacts(has_master_updates=bool(masters))
@@ -195,6 +199,7 @@ class _Loop:
         """Watch from here on, until the monitor closes."""
         at_close = self._monitor.call_at_close
         at_close(self._passes.remove)
+        at_close(self._report_no_step)
         at_close(observe(self._clipped))
         for index, each in enumerate(self._wrapped):
             at_close(each.optimizer.register_step_pre_hook(self.before).remove)
@@ -335,6 +340,7 @@ class _Loop:
         ):
             # now: the loop may change its weights before the others step
             self._monitor.record_updates(index)
+        self._has_ended_any = True
         is_last = optimizer is self.optimizers[-1]
         self._clipped.end(index, is_last=is_last)
         if not is_last:
@@ -344,6 +350,15 @@ class _Loop:
         known = {name: rate for name, rate in zip(names, rates, strict=True) if rate is not None}
         self._monitor.advance(**known)
         self.facts.changed_gradients = False
+
+    def _report_no_step(self) -> None:
+        told = "advance" in self._monitor.failures
+        if not self._has_ended_any and self._passes.counted() and not told:
+            text = (
+                "gradients were computed, but the watched optimizer did not step: pass gm.watch the one that "
+            )
+            text += "does; with a GradScaler, pass scaler=, too, or the steps that it skips are missing"
+            self._monitor.note_failure("advance", text)
 
     def _index(self, optimizer: Optimizer) -> int:
         return next(i for i, each in enumerate(self.optimizers) if each is optimizer)

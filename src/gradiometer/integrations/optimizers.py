@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradiometer.inputs import is_dtensor, local_shard
@@ -61,7 +61,7 @@ def _unwrapped(each: Any, outside: tuple[Any, ...]) -> list[Wrapped]:
     if not inner:
         if not isinstance(each, Optimizer):
             msg = f"watch: expected a torch.optim.Optimizer, or several, got {type(each).__name__}"
-            raise TypeError(msg)
+            raise TypeError(msg + "; call gm.watch(model, optimizer)" * isinstance(each, nn.Module))
         thick = [wrapper for wrapper in outside if type(wrapper).__name__ not in _THIN]
         return [Wrapped(each, thick[0] if thick else None, (*outside, each))]
     # a container only calls the step of each

@@ -209,5 +209,10 @@ class CurrentStep:
             text += "optimizer.step(); with gm.watch, the last of its optimizers must step"
             self._failures.add("advance", text)
         elif self.noted:
-            text = "values were noted, but no step was recorded or ended: call optimizer.step() if gm.watch "
-            self._failures.add("advance", text + "records the steps, or record() and advance()")
+            text = (
+                "values were noted, but no step was recorded or ended: the optimizer that gm.watch was given "
+            )
+            text += (
+                "has to step (pass it a GradScaler as scaler=); in your own loop, call record() and advance()"
+            )
+            self._failures.add("advance", text)

@@ -217,6 +217,10 @@ class MonitoredRun:
         self._pipeline.end()
         self._release()
 
+    def note_failure(self, kind: str, text: str) -> None:
+        """Log and count a failure of telemetry, as in `failures`."""
+        self._failures.add(kind, text)
+
     def call_at_close(self, function: Callable[[], object]) -> None:
         """Call a function when the monitor closes, such as one that removes hooks."""
         self._at_close.append(function)

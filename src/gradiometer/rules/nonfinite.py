@@ -42,6 +42,7 @@ SKIP: Final = {
     "watch": " (gm.check_finite before optimizer.step())",
     "trainer": "",
 }
+SCALE: Final = "if the loss scale is too large, start the GradScaler with a smaller init_scale; else "
 LOCATE: Final = "; gm.locate_nonfinite(step, batch) names the operation"
 
 
@@ -97,7 +98,9 @@ class NonFinite(BaseRule):
             found = Finding.from_dict(self.first)
             if severity > found.severity and lasts:
                 message = f"{found.message}; {self.streak} steps in a row are not finite"
-                found = replace(found, message=message)
+                scaled = record.model is not None and record.model.has_loss_scale and not loss_is_bad
+                advice = (SCALE if scaled else "") + found.advice
+                found = replace(found, message=message, advice=advice)
         elif first is not None:
             # without the step's number, which the finding has separately
             message = str(first_nonfinite_text(record)).partition(", ")[2]

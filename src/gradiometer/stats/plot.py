@@ -67,6 +67,8 @@ def plot_rows(
     is_log = is_log and any(x > 0 for x in finite) and min(finite) >= 0
     if is_log:
         ax.set_xscale("log")
+        # labels of minor ticks would overlap
+        ax.xaxis.set_minor_formatter("")
     styles = [_style(bits, x) for bits, x in zip(flags, values, strict=True)]
     for style in (_PLAIN, *_FLAGS):
         _, word, color, marker = style
