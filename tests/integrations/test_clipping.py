@@ -6,7 +6,9 @@ import copy
 import gc
 import math
 import pickle
+import threading
 import weakref
+from fractions import Fraction
 
 import pytest
 import torch
@@ -468,3 +470,151 @@ def test_a_traced_backward_pass_is_unknown_and_its_clip_is_seen():
             optimizer.zero_grad()
     assert sink.totals == pytest.approx(norms)
     assert monitor.findings == []
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_layer_that_is_frozen_while_watched_hides_no_later_clip(set_to_none):
+    model, sink = model_of(), Sink()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def clip(model):
+        model[0].weight.requires_grad_(requires_grad=False)
+        early_clip(model.parameters(), LIMIT)
+
+    norms = []
+    with gm.watch(model, optimizer, sinks=[sink]) as monitor:
+        for step in range(6):
+            x, y = batch(step)
+            LOSS(model(x), y).backward()
+            norms.append(norm(model.parameters()))
+            clip(model)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    assert sink.totals == pytest.approx(norms)
+    assert not monitor.findings
+
+
+def changes(records):
+    return [record.step for record in records if record.model.changed_gradients]
+
+
+def test_a_frozen_layer_whose_gradient_is_set_to_zero_is_no_change():
+    model, sink = model_of(), Sink()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gm.watch(model, optimizer, sinks=[sink]):
+        for step in range(4):
+            x, y = batch(step)
+            LOSS(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            model[0].weight.requires_grad_(requires_grad=False)
+    assert sink.steps == [0, 1, 2, 3]
+    assert not changes(sink.records)
+
+
+def test_a_backward_pass_that_raises_does_not_make_later_ones_a_change():
+    model, sink, failing = model_of(), Sink(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(parameter):
+        del parameter
+        if failing:
+            raise ArithmeticError(failing.pop())
+
+    with gm.watch(model, optimizer, sinks=[sink]):
+        model[0].weight.register_post_accumulate_grad_hook(fail)
+        for step in range(4):
+            x, y = batch(step)
+            if step == 1:
+                failing.append("in the backward pass")
+                with pytest.raises(ArithmeticError):
+                    LOSS(model(x), y).backward()
+            else:
+                LOSS(model(x), y).backward()
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert sink.steps == [0, 1, 2]
+    assert not changes(sink.records)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_optimizers_that_step_in_the_backward_pass_are_no_change(is_first):
+    model, sink = model_of(), Sink()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    def register():
+        for parameter in optimizers:
+            parameter.register_post_accumulate_grad_hook(step)
+
+    if is_first:
+        register()
+    # the first layer steps last
+    with gm.watch(model, [*optimizers.values()][::-1], sinks=[sink]):
+        if not is_first:
+            register()
+        for number in range(4):
+            x, y = batch(number)
+            LOSS(model(x), y).backward()
+    assert len(sink.steps) >= 3
+    assert not changes(sink.records)
+
+
+def test_the_factor_of_a_discarded_clip_is_replaced():
+    model, sink = model_of(), Sink()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gm.watch(model, optimizer, sinks=[sink]):
+        for step in range(2):
+            x, y = batch(step)
+            LOSS(model(x), y).backward()
+            total = early_clip(model.parameters(), LIMIT)
+            if step:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert sink.scalars("clip_factor") == pytest.approx([LIMIT / float(total)], rel=1e-4)
+    assert "clip_factor_1" not in sink.records[0].scalars
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_one_write_into_the_gradients_is_a_change_with_a_scaler_too(enabled):
+    model, sink = model_of(), Sink()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
+    with gm.watch(model, optimizer, scaler=scaler, sinks=[sink]):
+        for step in range(4):
+            x, y = batch(step)
+            scaler.scale(LOSS(model(x), y)).backward()
+            if step % 2:
+                for parameter in model.parameters():
+                    parameter.grad.mul_(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert changes(sink.records) == [1, 3]
+
+
+def test_a_limit_that_is_another_kind_of_number_is_recorded():
+    model, sink = model_of(), Sink()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gm.watch(model, optimizer, sinks=[sink]):
+        train(model, optimizer, lambda model: early_clip(model.parameters(), Fraction(1, 8)), steps=1)
+    assert sink.scalars("clip_max_norm") == [0.125]
+
+
+def test_the_order_of_a_norm_in_another_thread_is_not_that_of_this_clip():
+    model, sink = model_of(), Sink()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def clip(model):
+        total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        other = threading.Thread(target=nn.utils.get_total_norm, args=([torch.ones(2)], math.inf))
+        other.start()
+        other.join()
+        nn.utils.clip_grads_with_norm_(model.parameters(), LIMIT, total)
+
+    with gm.watch(model, optimizer, sinks=[sink]):
+        train(model, optimizer, clip, steps=1)
+    assert sink.scalars("clip_max_norm") == [LIMIT]

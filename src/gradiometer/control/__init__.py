@@ -12,7 +12,14 @@ from gradiometer.control.clip import (
     clip_grads_with_norm_,
     collect_and_clip_,
 )
-from gradiometer.control.clip_events import Clip, ClipObserver, clip_begins, clip_ended, observers
+from gradiometer.control.clip_events import (
+    Clip,
+    ClipObserver,
+    clip_begins,
+    clip_ended,
+    observers,
+    observers_now,
+)
 from gradiometer.control.clip_value import ElementCounts, clip_grad_value_
 from gradiometer.control.coord_check import coord_check
 from gradiometer.control.coord_report import CoordCheck, CoordRow, Slope
@@ -54,6 +61,7 @@ __all__ = [
     "is_still_scaled",
     "locate_nonfinite",
     "observers",
+    "observers_now",
     "random_state",
     "restore_random_state",
     "share_found_inf_",

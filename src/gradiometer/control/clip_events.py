@@ -41,7 +41,12 @@ class ClipObserver(Protocol):
 
 
 # not kept alive by this
-observers: weakref.WeakSet[ClipObserver] = weakref.WeakSet()
+observers: weakref.WeakKeyDictionary[ClipObserver, None] = weakref.WeakKeyDictionary()
+
+
+def observers_now() -> list[ClipObserver]:
+    """Return the observers, while other threads may add some."""
+    return [each for ref in observers.keyrefs() if (each := ref()) is not None]
 
 
 def clip_begins(
@@ -51,7 +56,7 @@ def clip_begins(
     if torch.compiler.is_compiling() or not observers:
         return None
     clip = Clip(parameters, max_norm, factor)
-    for observer in tuple(observers):
+    for observer in observers_now():
         observer.before_clip(clip)
     return clip
 
@@ -59,5 +64,5 @@ def clip_begins(
 def clip_ended(clip: Clip | None) -> None:
     """Tell the observers that the gradients were clipped."""
     if clip is not None:
-        for observer in tuple(observers):
+        for observer in observers_now():
             observer.after_clip(clip)

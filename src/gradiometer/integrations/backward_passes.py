@@ -20,7 +20,10 @@ class _Seen:
 
     parameter: Tensor
     passes: int = 0
-    is_queued: bool = False
+    # those before the last step of the optimizer
+    used: int = 0
+    # the backward pass in which it is noted at the end
+    task: int = -1
     grad: int = 0
     version: int = 0
 
@@ -58,10 +61,11 @@ class BackwardPasses:
     def has_changed(self, parameter: Tensor, writes: int = 0) -> bool:
         """Return whether a gradient was written or replaced since its last backward pass, or `note`.
 
-        ``writes``: in-place writes that are expected. False if that is not known.
+        ``writes``: in-place writes that are expected. False if that is not known, during a backward pass,
+        and without one since the last step.
         """
         seen, grad = self._seen.get(parameter), parameter.grad
-        if seen is None or not seen.passes or grad is None:
+        if seen is None or seen.passes == seen.used or grad is None or _task() >= 0:
             return False
         return id(grad) != seen.grad or grad._version not in {seen.version, seen.version + writes}  # noqa: SLF001
 
@@ -71,19 +75,26 @@ class BackwardPasses:
             if parameter in parameters:
                 seen.note()
 
+    def end(self, parameters: Collection[Tensor]) -> None:
+        """Forget what an optimizer has used."""
+        for parameter, seen in self._seen.items():
+            if parameter in parameters:
+                seen.used = seen.passes
+
     def _after_accumulation(self, parameter: Tensor) -> None:
         seen = self._seen.get(parameter)
         if seen is None or torch.compiler.is_compiling():
             return
         seen.passes += 1
-        if not seen.is_queued:
-            seen.is_queued = True
-
-            def end() -> None:
-                seen.is_queued = False
-                seen.note()
-
+        # a pass that raises an error never comes to its end
+        if seen.task != _task():
+            seen.task = _task()
             # at the end of the backward pass, and after the callback of DistributedDataParallel, which may
             # write the gradient and is queued by then
             queue = Variable._execution_engine.queue_callback  # noqa: SLF001
-            queue(lambda: queue(end))
+            queue(lambda: queue(seen.note))
+
+
+def _task() -> int:
+    """Return the number of the backward pass that runs in this thread; -1 without one."""
+    return torch._C._current_graph_task_id()  # noqa: SLF001

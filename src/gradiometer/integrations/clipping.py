@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from functools import wraps
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 
-from gradiometer.control import clip_begins, clip_ended, observers
+from gradiometer.control import clip_begins, clip_ended, observers, observers_now
 from gradiometer.inputs import is_dtensor, is_partial
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ _EPS: Final = 1e-6
 # a garbage collection may end an observer anywhere
 _LOCK = threading.RLock()
 _restore: list[Callable[[], None]] = []
-# the order of the norm that was computed last, which torch does not pass on
-_order = 2.0
+# its ``order`` is that of the norm that was computed last, which torch does not pass on
+_of_thread = threading.local()
 
 
 def observe(observer: ClipObserver) -> Callable[[], None]:
@@ -37,7 +38,7 @@ def observe(observer: ClipObserver) -> Callable[[], None]:
     it looks up the two that it calls, so that it is seen however it was imported.
     """
     with _LOCK:
-        observers.add(observer)
+        observers[observer] = None
         if not _restore:
             for module, name, replace in _REPLACED:
                 _patch(module, name, replace(getattr(module, name)))
@@ -49,8 +50,8 @@ def observe(observer: ClipObserver) -> Callable[[], None]:
 def _end(observer: ClipObserver | None) -> None:
     with _LOCK:
         if observer is not None:
-            observers.discard(observer)
-        while _restore and not observers:
+            observers.pop(observer, None)
+        while _restore and not observers_now():
             _restore.pop()()
 
 
@@ -70,10 +71,9 @@ def _norm(original: Any) -> Any:
     @wraps(original)
     def get_total_norm(tensors: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            global _order  # noqa: PLW0603
-            _order = norm_type
+            _of_thread.order = norm_type
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            for observer in tuple(observers):
+            for observer in observers_now():
                 observer.before_norm(tensors)
         return original(tensors, norm_type, *args, **kwargs)
 
@@ -86,13 +86,16 @@ def _clip(original: Any) -> Any:
         parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any
     ) -> Any:
         # what is no number is torch's to refuse
-        if torch.compiler.is_compiling() or not isinstance(max_norm, (int, float, Tensor)):
+        if torch.compiler.is_compiling() or not isinstance(max_norm, (Real, Tensor)):
             return original(parameters, max_norm, total_norm, *args, **kwargs)
+        if not isinstance(max_norm, Tensor):
+            # such as a number of NumPy, as torch does
+            max_norm = float(max_norm)
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if is_dtensor(type(total_norm)) and is_partial(total_norm):
             # adds up the parts of the ranks, as torch's next operation would, and spares that one doing it
             total_norm = total_norm + 0.0
-        shown = max_norm if _order == 2.0 else None
+        shown = max_norm if getattr(_of_thread, "order", 2.0) == 2.0 else None
         clip = clip_begins(parameters, shown, lambda: _factor(max_norm, total_norm))
         result = original(parameters, max_norm, total_norm, *args, **kwargs)
         clip_ended(clip)
@@ -154,7 +157,10 @@ class ClippedGradients:
         self._measured: list[_Measured] = []
         # the gradients that each optimizer has used last
         self._used: dict[int, _Measured] = {}
-        self._clips = 0
+        # the names in each clip of this step
+        self._clips: list[frozenset[str]] = []
+        # those that were measured since they were clipped
+        self._since: set[str] = set()
 
     def measured(self) -> set[str]:
         """Return the names of the gradients that were measured since the last backward pass."""
@@ -171,8 +177,9 @@ class ClippedGradients:
         left = [each._replace(names=each.names - names) for each in self._measured]
         self._measured = [each for each in left if each.names]
         self._used[index] = self._state(names, parameters)
+        self._passes.end(parameters)
         if is_last:
-            self._clips = 0
+            self._clips, self._since = [], set()
 
     def before_norm(self, tensors: Sequence[Tensor]) -> None:
         """Record the gradients among these tensors: they may be scaled by hand."""
@@ -195,8 +202,14 @@ class ClippedGradients:
         if not parameters:
             return
         self._measure(parameters)
-        end = f"_{self._clips}" if self._clips else ""
-        self._clips += 1
+        names = frozenset([self._named[p] for p in parameters])
+        # instead of a clip of gradients that were discarded, or that a backward pass has changed
+        is_again = names in self._clips and not names.isdisjoint(self._since)
+        self._since -= names
+        if not is_again:
+            self._clips.append(names)
+        number = self._clips.index(names) if is_again else len(self._clips) - 1
+        end = f"_{number}" if number else ""
         known = {"clip_max_norm": clip.max_norm, "clip_factor": clip.factor()}
         self._note(**{name + end: value for name, value in known.items() if value is not None})
 
@@ -210,18 +223,23 @@ class ClippedGradients:
         return [p for p in clip.parameters if p in self._named and p.grad is not None]
 
     def _measure(self, parameters: Sequence[Tensor]) -> None:
+        if not parameters:
+            return
         known = self.measured()
-        # such as for a norm that is computed after the step
-        known |= {name for each in self._used.values() if self._are_current(each) for name in each.names}
+        # such as for a norm that is computed after the step, which has changed nothing
+        for used in self._used.values():
+            if used.seen and all([each == self._now(each[0]) for each in used.seen]):
+                known |= used.names
         # a parameter may be given twice
         pairs = [(self._named[p], p) for p in dict.fromkeys(parameters) if self._named[p] not in known]
         if pairs:
             self._record(pairs)
             self.note_measured(pairs)
+            self._since |= {name for name, _ in pairs}
 
     def _state(self, names: frozenset[str], parameters: set[Tensor]) -> _Measured:
         # one of each param group; without any, the version counter of one has to do
-        seen = [p for p in self._passes.counted() if p in parameters]
+        seen = [p for p in self._passes.counted() if p in parameters and p.grad is not None]
         if not seen:
             seen = [p for p in parameters if p.grad is not None][:1]
         return _Measured(names, [self._now(p) for p in seen])

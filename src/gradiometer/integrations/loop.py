@@ -324,8 +324,13 @@ class _Loop:
     def _look(self, index: int) -> None:
         """Find out whether gradients were changed after the backward pass, by something not observed."""
         clipped = self._clipped.measured()
+        scaler, given = self._scaler, self._wrapped[index].given
         # `unscale_` writes each gradient once
-        writes = int(self._scaler is not None)
+        writes = int(
+            scaler is not None
+            and scaler.is_enabled()
+            and not all([is_still_scaled(scaler, each) for each in given])
+        )
         changed = [
             self._passes.has_changed(p, writes) for name, p in self._sentinels[index] if name not in clipped
         ]
