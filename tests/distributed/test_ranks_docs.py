@@ -84,8 +84,9 @@ def test_tensor_parallelism(tmp_path):
     alone = gm.collect_grads(model).materialize()
     assert f"total norm {alone.total_norm:.3f}, clipped 0.100" in printed
     for row in alone.rows():
-        line = rf"^{row.name} +{row.numel:,} +{row.norm:.3e} "
-        assert re.search(line, printed, flags=re.MULTILINE), row.name
+        (norm,) = re.findall(rf"^{row.name} +{row.numel:,} +(\S+) ", printed, flags=re.MULTILINE)
+        # three digits, of a sum that is rounded in another order
+        assert float(norm) == pytest.approx(row.norm, rel=6e-3), row.name
 
 
 def test_a_pipeline(tmp_path):

@@ -209,12 +209,12 @@ def test_module_reports_are_a_mapping_that_prints_as_a_table():
 
 
 PRINTED = """
-module    tensors  elements      norm  min norm  max norm       rms      mean       std  zero %  flags
-────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-embed           1     8,000         0         0         0         0         0         0     100  1 dead, 1 vanishing
-blocks.0        2       901  3.00e-01  1.00e-09  3.00e-01  9.99e-03  9.99e-03  3.33e-04       0  1 vanishing
-blocks.1        2         5       nan       nan       nan  5.77e+19  3.33e+19  4.71e+19       0  1 with NaN, 1 with Inf, 2 exploding
-(root)          1         1  3.00e+00  3.00e+00  3.00e+00  3.00e+00  3.00e+00         0       0
+module    tensors  elements  norm  min norm  max norm      rms     mean      std  zero %  flags
+─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+embed           1     8,000     0         0         0        0        0        0     100  1 dead, 1 vanishing
+blocks.0        2       901   0.3      1e-9       0.3  9.99e-3  9.99e-3  3.33e-4       0  1 vanishing
+blocks.1        2         5   nan       nan       nan  5.77e19  3.33e19  4.71e19       0  1 with NaN, 1 with Inf, 2 exploding
+(root)          1         1     3         3         3        3        3        0       0
 """  # noqa: E501 a table is as wide as it is
 
 

@@ -118,8 +118,9 @@ def _factor(max_norm: Any, total_norm: Any) -> Tensor | None:
         if is_partial(total_norm):
             return None
         total_norm = total_norm.to_local()
-    norm = torch.as_tensor(total_norm).detach().double()
-    return (torch.as_tensor(max_norm, device=norm.device) / (norm + _EPS)).clamp(max=1.0)
+    device = total_norm.device if isinstance(total_norm, Tensor) else torch.device("cpu")
+    norm, limit = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in (total_norm, max_norm)]
+    return (limit.detach() / (norm.detach() + _EPS)).clamp(max=1.0)
 
 
 class _Measured(NamedTuple):
