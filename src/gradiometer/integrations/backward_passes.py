@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -69,17 +69,16 @@ class BackwardPasses:
             return False
         return id(grad) != seen.grad or grad._version not in {seen.version, seen.version + writes}  # noqa: SLF001
 
-    def note(self, parameters: Collection[Tensor]) -> None:
+    def note(self, counted: Iterable[Tensor]) -> None:
         """Take the gradients of these parameters as they are now."""
-        for parameter, seen in self._seen.items():
-            if parameter in parameters:
-                seen.note()
+        for parameter in counted:
+            self._seen[parameter].note()
 
-    def end(self, parameters: Collection[Tensor]) -> None:
+    def end(self, counted: Iterable[Tensor]) -> None:
         """Forget what an optimizer has used."""
-        for parameter, seen in self._seen.items():
-            if parameter in parameters:
-                seen.used = seen.passes
+        for parameter in counted:
+            seen = self._seen[parameter]
+            seen.used = seen.passes
 
     def _after_accumulation(self, parameter: Tensor) -> None:
         seen = self._seen.get(parameter)

@@ -152,8 +152,9 @@ class ClippedGradients:
         note: Callable[..., None],
         attempt: Callable[..., None],
     ) -> None:
-        self._named = {p: name for part in parts for name, p in part}
-        self._parts = [(frozenset([name for name, _ in part]), {p for _, p in part}) for part in parts]
+        # by identity: to hash a tensor takes longer
+        self._named = {id(p): name for part in parts for name, p in part}
+        self._parts = [(frozenset([name for name, _ in part]), list(part)) for part in parts]
         self._passes, self._record, self._note, self._attempt = passes, record, note, attempt
         self._measured: list[_Measured] = []
         # the gradients that each optimizer has used last
@@ -166,19 +167,19 @@ class ClippedGradients:
     def measured(self) -> set[str]:
         """Return the names of the gradients that were measured since the last backward pass."""
         self._measured = [each for each in self._measured if self._are_current(each)]
-        return {name for each in self._measured for name in each.names}
+        return set().union(*[each.names for each in self._measured])
 
     def note_measured(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
         """Remember that these gradients were measured."""
-        self._measured.append(self._state(frozenset([name for name, _ in pairs]), {p for _, p in pairs}))
+        self._measured.append(self._state(frozenset([name for name, _ in pairs]), pairs))
 
     def end(self, index: int, *, is_last: bool) -> None:
         """Forget the gradients that an optimizer has used; with ``is_last``, begin the next step."""
-        names, parameters = self._parts[index]
+        names, pairs = self._parts[index]
         left = [each._replace(names=each.names - names) for each in self._measured]
         self._measured = [each for each in left if each.names]
-        self._used[index] = self._state(names, parameters)
-        self._passes.end(parameters)
+        self._used[index] = self._state(names, pairs)
+        self._passes.end(self._counted(names))
         if is_last:
             self._clips, self._since = [], set()
 
@@ -195,15 +196,16 @@ class ClippedGradients:
         self._attempt(self._after_clip, clip)
 
     def _before_norm(self, tensors: Sequence[Tensor]) -> None:
-        ours = {id(p.grad): p for p in self._named if p.grad is not None}
-        self._measure([ours[id(x)] for x in tensors if id(x) in ours])
+        asked = set(map(id, tensors))
+        grads = ((name, p, p.grad) for _, part in self._parts for name, p in part)
+        self._measure([(name, p) for name, p, grad in grads if grad is not None and id(grad) in asked])
 
     def _before_clip(self, clip: Clip) -> None:
-        parameters = self._ours(clip)
-        if not parameters:
+        pairs = self._ours(clip)
+        if not pairs:
             return
-        self._measure(parameters)
-        names = frozenset([self._named[p] for p in parameters])
+        self._measure(pairs)
+        names = frozenset([name for name, _ in pairs])
         # instead of a clip of gradients that were discarded, or that a backward pass has changed
         is_again = names in self._clips and not names.isdisjoint(self._since)
         self._since -= names
@@ -215,16 +217,17 @@ class ClippedGradients:
         self._note(**{name + end: value for name, value in known.items() if value is not None})
 
     def _after_clip(self, clip: Clip) -> None:
-        ours = set(self._ours(clip))
-        self._passes.note(ours)
+        ours = set(map(id, clip.parameters))
+        self._passes.note([p for p in self._passes.counted() if id(p) in ours])
         for each in self._measured:
-            each.seen[:] = [self._now(old[0]) if old[0] in ours else old for old in each.seen]
+            each.seen[:] = [self._now(old[0]) if id(old[0]) in ours else old for old in each.seen]
 
-    def _ours(self, clip: Clip) -> list[Tensor]:
-        return [p for p in clip.parameters if p in self._named and p.grad is not None]
+    def _ours(self, clip: Clip) -> list[tuple[str, Tensor]]:
+        named = ((self._named.get(id(p)), p) for p in clip.parameters)
+        return [(name, p) for name, p in named if name is not None and p.grad is not None]
 
-    def _measure(self, parameters: Sequence[Tensor]) -> None:
-        if not parameters:
+    def _measure(self, asked: Sequence[tuple[str, Tensor]]) -> None:
+        if not asked:
             return
         known = self.measured()
         # such as for a norm that is computed after the step, which has changed nothing
@@ -232,17 +235,21 @@ class ClippedGradients:
             if used.seen and all([each == self._now(each[0]) for each in used.seen]):
                 known |= used.names
         # a parameter may be given twice
-        pairs = [(self._named[p], p) for p in dict.fromkeys(parameters) if self._named[p] not in known]
+        pairs = list({name: (name, p) for name, p in asked if name not in known}.values())
         if pairs:
             self._record(pairs)
             self.note_measured(pairs)
-            self._since |= {name for name, _ in pairs}
+            self._since.update([name for name, _ in pairs])
 
-    def _state(self, names: frozenset[str], parameters: set[Tensor]) -> _Measured:
+    def _counted(self, names: frozenset[str]) -> list[Tensor]:
+        return [p for p in self._passes.counted() if self._named[id(p)] in names]
+
+    def _state(self, names: frozenset[str], pairs: Sequence[tuple[str, Tensor]]) -> _Measured:
         # one of each param group; without any, the version counter of one has to do
-        seen = [p for p in self._passes.counted() if p in parameters and p.grad is not None]
+        seen = [p for p in self._counted(names) if p.grad is not None]
         if not seen:
-            seen = [p for p in parameters if p.grad is not None][:1]
+            found = (p for _, p in pairs if p.grad is not None)
+            seen = [p for p in (next(found, None),) if p is not None]
         return _Measured(names, [self._now(p) for p in seen])
 
     def _now(self, parameter: Tensor) -> tuple[Tensor, int, int, int]:
