@@ -407,5 +407,7 @@ def test_the_limit_and_the_factor_of_the_clip_are_recorded_without_a_second_read
 def test_a_with_block_of_the_callback(tmp_path):
     trainer = make_trainer(tmp_path)
     with gm.watch(trainer, rules=()) as callback:
+        assert callback.summary() == "no run was watched"
         trainer.train()
     assert (callback.monitor.step, callback.monitor.closed) == (4, True)
+    assert str(callback.summary()).startswith("4 steps")

@@ -729,5 +729,7 @@ def test_with_manual_optimization_gradients_are_recorded_before_they_are_clipped
 def test_a_with_block_of_the_callback(tmp_path):
     trainer = make_trainer(tmp_path)
     with gm.watch(trainer, rules=()) as callback:
+        assert callback.summary() == "no run was watched"
         trainer.fit(make_module(), loader())
     assert (callback.monitor.step, callback.monitor.closed) == (4, True)
+    assert str(callback.summary()).startswith("4 steps")

@@ -10,9 +10,13 @@ from torch import nn
 from gradiometer.inputs import is_dtensor, named_parameters
 
 if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
     from torch import Tensor
 
     from gradiometer.inputs import Parameters
+    from gradiometer.monitor.summary import Summary
 
 # wrappers of a model whose parameters are neither the trained ones nor DTensors
 _ENGINES: Final = frozenset(
@@ -50,3 +54,22 @@ def whole(value: Tensor) -> Tensor:
     """Return a scalar without its graph; a DTensor is reduced to its full value."""
     value = value.detach()
     return value.full_tensor() if is_dtensor(type(value)) else value  # type: ignore[attr-defined]
+
+
+class Watching:
+    """A ``with`` block of a callback: at its end, a run that has not ended is closed."""
+
+    _session: Any
+
+    def __enter__(self) -> Self:
+        """Return the callback."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the monitor; after an exception, which propagates, write a black box."""
+        self._session.end(error)
+
+    def summary(self) -> Summary | str:
+        """Return `Monitor.summary` of the current or last run."""
+        monitor = self._session.monitor
+        return "no run was watched" if monitor is None else monitor.summary()

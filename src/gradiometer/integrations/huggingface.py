@@ -12,9 +12,9 @@ import torch
 
 from gradiometer import distributed
 from gradiometer.extras import require
-from gradiometer.integrations.frameworks import has_whole_gradients, scaler_of
+from gradiometer.integrations.frameworks import Watching, has_whole_gradients, scaler_of
 from gradiometer.integrations.partitioned import described
-from gradiometer.integrations.session import Session, Watching, while_running
+from gradiometer.integrations.session import Session, while_running
 from gradiometer.monitor import raise_of_handlers
 from gradiometer.runs import open_file
 
@@ -72,7 +72,9 @@ class MonitorCallback(Watching, TrainerCallback):  # type: ignore[misc]
                 "first, then call trainer.add_callback(MonitorCallback(trainer, ...))"
             )
             raise TypeError(msg)
-        self._session = Session("MonitorCallback", options, logging.getLogger("transformers.gradiometer"))
+        self._session: Session = Session(
+            "MonitorCallback", options, logging.getLogger("transformers.gradiometer")
+        )
         self._trainer = trainer
         self._checkpoint: Path | None = None
         # callbacks see neither the loss, nor the gradients before clipping, nor how a run ends

@@ -10,8 +10,8 @@ import torch
 
 from gradiometer import distributed
 from gradiometer.extras import require
-from gradiometer.integrations.frameworks import has_whole_gradients, scaler_of
-from gradiometer.integrations.session import Session, Watching, while_running
+from gradiometer.integrations.frameworks import Watching, has_whole_gradients, scaler_of
+from gradiometer.integrations.session import Session, while_running
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,7 +96,7 @@ class MonitorCallback(Watching, Callback):  # type: ignore[misc]
 
     def __init__(self, *, log_norm: str | None = "grad_norm", **options: Any) -> None:
         super().__init__()
-        self._session = Session("MonitorCallback", options, _logger())
+        self._session: Session = Session("MonitorCallback", options, _logger())
         self._log_norm = log_norm
         self._log: _WatchedLog | None = None
         self._resumed: Mapping[str, Any] | None = None

@@ -27,8 +27,6 @@ from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from types import TracebackType
-    from typing import Self
 
     from torch.amp import GradScaler
     from torch.utils.hooks import RemovableHandle
@@ -344,20 +342,6 @@ class Session:
     def say(self, message: str) -> None:
         """Log a warning. `warnings` is not used, because a filter may turn its warnings into errors."""
         _LOG.warning("%s: %s", self._caller, one_line(message))
-
-
-class Watching:
-    """A ``with`` block of a callback: at its end, a run that has not ended is closed."""
-
-    _session: Session
-
-    def __enter__(self) -> Self:
-        """Return the callback."""
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the monitor; after an exception, which propagates, write a black box."""
-        self._session.end(error)
 
 
 def collect_part(

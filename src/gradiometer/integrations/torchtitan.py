@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.inputs import is_dtensor
-from gradiometer.integrations.session import Session, Watching, is_first, while_running
+from gradiometer.integrations.frameworks import Watching
+from gradiometer.integrations.session import Session, is_first, while_running
 from gradiometer.stats import Taps
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class TrainerMonitor(Watching):
         self._taps = None if taps is None else _taps_of(trainer, taps, options.get("every", 1))
         self._owns_taps = self._taps is not taps
         logger = logging.getLogger("torchtitan.gradiometer")
-        self._session = Session("watch(trainer)", {**options, "taps": self._taps}, logger)
+        self._session: Session = Session("watch(trainer)", {**options, "taps": self._taps}, logger)
         self._is_begun = self._is_over = self._is_recorded = False
         self._are_refused_told = False
         self._hooks: list[Any] = []
