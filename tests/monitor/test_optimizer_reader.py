@@ -157,3 +157,18 @@ def test_master_weights_of_some_parameters_only():
     state = read([optimizer], list(model.parameters()))
     assert state.groups == (-1, -1, 0, 0)
     assert state.keeps_small_updates.tolist() == [True, True, False, False]
+
+
+def test_the_hyperparameters_of_each_group_are_numbers_by_name():
+    layer = torch.nn.Linear(2, 1)
+    groups = [{"params": [layer.weight]}, {"params": [layer.bias], "weight_decay": 0.0, "mode": "plain"}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-6)
+    reader = OptimizerReader([optimizer], list(layer.parameters()))
+
+    state = reader.read(afresh=True)
+
+    adam = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-6}
+    assert state.options == (adam | {"weight_decay": 0.01}, adam | {"weight_decay": 0.0})
+    optimizer.param_groups[1]["weight_decay"] = 0.5
+    assert reader.read(afresh=False).options[1]["weight_decay"] == 0.5
+    assert reader.read(afresh=False) is reader.read(afresh=False)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gradiometer.recorder import OptimizerState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 # a state or option of an optimizer by which it keeps updates that are too small for a parameter's dtype
 _KEEPS: Final = ("master", "stochastic", "kahan")
@@ -22,6 +22,8 @@ _MASTERS: Final = ("master", "fp32", "float32")
 # parameters with master weights whose writes are counted, and the writes after which these are written back:
 # more than a checkpoint that is loaded makes
 _SAMPLED, _WRITES = 8, 3
+# numbers of a param group that are not its hyperparameters
+_NOT_OPTIONS: Final = frozenset({"lr", "initial_lr", "params", "param_names"})
 # bytes of an element of a dtype in which small updates are lost
 _SHORT: Final = 2
 
@@ -49,14 +51,16 @@ class OptimizerReader:
         alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         if not alive or len(alive) < len(self._optimizers):
             return None
-        rates = tuple([_rate(group.get("lr")) for optimizer in alive for group in optimizer.param_groups])
+        groups = [group for optimizer in alive for group in optimizer.param_groups]
+        rates = tuple([_rate(group.get("lr")) for group in groups])
+        options = tuple([_options(group) for group in groups])
         writes_back = self._writes_back()
         old = self._state
         if old is None or afresh or len(rates) != len(old.rates):
-            new = replace(self._whole(alive, rates), writes_back=writes_back)
+            new = replace(self._whole(alive, rates), writes_back=writes_back, options=options)
             self._state = old if new == old else new
-        elif (rates, writes_back) != (old.rates, old.writes_back):
-            self._state = replace(old, rates=rates, writes_back=writes_back)
+        elif (rates, writes_back, options) != (old.rates, old.writes_back, old.options):
+            self._state = replace(old, rates=rates, writes_back=writes_back, options=options)
         return self._state
 
     def _writes_back(self) -> bool:
@@ -164,6 +168,16 @@ def _tensors_in(value: object, depth: int = 3) -> Iterator[Tensor]:
 
 def _has_word(name: object, words: Iterable[str]) -> bool:
     return isinstance(name, str) and any(word in name for word in words)
+
+
+def _options(group: Mapping[str, object]) -> dict[str, float]:
+    """Return the hyperparameters of a param group that are numbers on the host, but for the learning rate."""
+    values = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
+    betas = values.pop("betas", ())
+    if isinstance(betas, (tuple, list)):
+        values |= {f"beta{i}": beta for i, beta in enumerate(betas, 1)}
+    found = {name: _rate(value) for name, value in values.items() if not isinstance(value, (bool, str))}
+    return {name: number for name, number in found.items() if number is not None}
 
 
 def _rate(value: object) -> float | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
     from torch.nn import Module
@@ -63,6 +63,8 @@ class OptimizerState:
             in a wider dtype that an optimizer holds, by stochastic rounding or by Kahan summation.
         copied: for each parameter, whether such a copy, its master weights, is what keeps it.
         writes_back: whether parameters that have master weights were seen to be written in place.
+        options: the other hyperparameters of each param group that are numbers, by name: ``weight_decay``,
+            ``eps``, ``momentum``, and ``beta1``, ``beta2``, … of ``betas``.
         has_others: whether an optimizer holds other tensors, such as copies of the parameters in one buffer.
 
     >>> state = OptimizerState((0, 1, -1), (0.1, 0.0), (0, 0), (False,) * 3, (False,) * 3)
@@ -77,6 +79,7 @@ class OptimizerState:
     copied: tuple[bool, ...]
     has_others: bool = False
     writes_back: bool = False
+    options: tuple[Mapping[str, float], ...] = ()
 
     @cached_property
     def held(self) -> Tensor:
