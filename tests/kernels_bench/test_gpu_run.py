@@ -615,7 +615,11 @@ def test_each_test_on_a_gpu_is_in_one_part(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["taps", "compiled-taps", "pairs", "exponents", "clip", "captures", "ranks", "compiled-new"]
+    "name",
+    [
+        *["taps", "pairs", "exponents", "clip", "ranks"],
+        *[pytest.param(x, marks=pytest.mark.deep) for x in ("compiled-taps", "captures", "compiled-new")],
+    ],
 )
 def test_tests_on_a_gpu_run_on_interpreted_kernels(name, tmp_path):
     pytest.importorskip("triton")

@@ -65,7 +65,13 @@ def run(tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("order", [(False, True, False), (True, False)], ids=["plain first", "kernels first"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param((False, True, False), id="plain first"),
+        pytest.param((True, False), id="kernels first", marks=pytest.mark.deep),
+    ],
+)
 def test_a_process_that_uses_kernels_finds_no_graph_of_one_that_does_not(run, order):
     pytest.importorskip("triton")
     for with_kernels, cache in zip(order, (MISS, MISS, HIT), strict=False):
