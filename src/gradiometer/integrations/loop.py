@@ -364,7 +364,16 @@ class _Loop:
         self._monitor.advance(**known)
         self.facts.changed_gradients, self.facts.order = False, self._order.restart()
 
+    def _end_unfinished(self) -> None:
+        order = self._order.unfinished() if self._has_ended_any else None
+        if order is not None:
+            self.facts.order = order
+            for index, each in enumerate(self._wrapped):
+                self._measure(index, self._parts[index], self._inverse_scale(*each.given))
+            self._monitor.advance()
+
     def _report_no_step(self) -> None:
+        self._attempt(self._end_unfinished)
         told = "advance" in self._monitor.failures
         if not self._has_ended_any and self._passes.counted() and not told:
             text = (

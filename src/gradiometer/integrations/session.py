@@ -20,8 +20,8 @@ from gradiometer.inputs import is_dtensor, named_parameters
 from gradiometer.integrations.backward_passes import BackwardPasses
 from gradiometer.integrations.clipping import ClippedGradients, observe
 from gradiometer.integrations.frameworks import measurable, whole
-from gradiometer.monitor import Monitor, raise_of_handlers
 from gradiometer.integrations.step_order import OrderOfSteps, Scaling
+from gradiometer.monitor import Monitor, raise_of_handlers
 from gradiometer.recorder import Driver, LoopFacts
 from gradiometer.stats import collect_grads
 from gradiometer.terminal import one_line

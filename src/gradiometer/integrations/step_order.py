@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.control import is_still_scaled
 from gradiometer.recorder import StepOrder
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from gradiometer.integrations.backward_passes import BackwardPasses
 
 # torch is often given such a limit for the norm alone
-_NO_LIMIT = 1e5
+_NO_LIMIT: Final = 1e5
+# a step has never come if it would have at least so many passes, and times as many as any before
+_MANY: Final = 10
+_TIMES: Final = 4
 
 
 class Scaling:
@@ -72,11 +75,14 @@ class OrderOfSteps:
         self._given = given
         # what the clips of this step found
         self._idle, self._is_clipped, self._is_scaled_clip = "", False, False
+        # the most backward passes of a step
+        self._usual, self._now = 0, StepOrder()
         self.restart()
 
     def restart(self) -> StepOrder:
         """Begin the next step, and return what is known of it."""
         scaling = self._scaling
+        self._usual = max(self._usual, self._now.passes)
         self._now = StepOrder(backoff=scaling.backoff, first_scale=scaling.first_scale)
         return self._now
 
@@ -105,12 +111,28 @@ class OrderOfSteps:
         )
         return self._now
 
+    def unfinished(self) -> StepOrder | None:
+        """Return the order of a step that never came, though many passes added to its gradients.
+
+        None if there is no such step, or if its gradients are finite. This waits for the device.
+        """
+        passes = self._passes
+        counts = [max([passes.since_step(p) for _, p in each], default=0) for each in self._sentinels]
+        count = min(counts, default=0)
+        if count < _MANY or count <= _TIMES * self._usual:
+            return None
+        grads = [p.grad for each in self._sentinels for _, p in each if not passes.lost(p)]
+        if all([grad is None or bool(grad.isfinite().all()) for grad in grads]):
+            return None
+        return self._now._replace(passes=count, is_unfinished=True)
+
     def clip(self, parameters: Sequence[Tensor], limit: float | Tensor | None) -> None:
         """See a clip of these parameters, which is about to begin."""
         if isinstance(limit, (int, float)) and not limit < _NO_LIMIT:
             return
         ours = set(map(id, parameters))
-        mine, given = [], []
+        mine: list[Tensor] = []
+        given: list[Any] = []
         for sentinels, wrappers in zip(self._sentinels, self._given, strict=True):
             found = [p for _, p in sentinels if id(p) in ours]
             mine += found
@@ -125,7 +147,9 @@ class OrderOfSteps:
             self._is_clipped = True
             # what was written may have been unscaled by hand
             is_raw = not any([self._passes.has_changed(p) for p in mine])
-            self._is_scaled_clip = self._is_scaled_clip or (is_raw and bool(given) and self._scaling.has(given))
+            self._is_scaled_clip = self._is_scaled_clip or (
+                is_raw and bool(given) and self._scaling.has(given)
+            )
 
     def end(self) -> None:
         """Forget the clips of a step."""

@@ -47,6 +47,9 @@ class StepOrder(NamedTuple):
     is_unfinished: bool = False
 
 
+_UNKNOWN: Final = StepOrder()
+
+
 @dataclass(eq=False)
 class LoopFacts:
     """What `gradiometer.watch` has seen of the training loop in the current step.
@@ -60,7 +63,7 @@ class LoopFacts:
 
     changed_gradients: bool = False
     has_master_updates: bool = False
-    order: StepOrder = StepOrder()
+    order: StepOrder = _UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,7 @@ class ModelState:
     optimizers: OptimizerState | None = None
     changed_gradients: bool = False
     has_master_updates: bool = False
-    order: StepOrder = StepOrder()
+    order: StepOrder = _UNKNOWN
     framework: str = ""
 
 

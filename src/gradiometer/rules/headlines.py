@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
-    "loop_order", "eval_mode", "untied", "initialization", "learning_rate", "changed_outside", "replica_divergence",
+    "loop_order",
+    "eval_mode", "untied", "initialization", "learning_rate", "changed_outside", "replica_divergence",
     "nonfinite", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow", "loss_spike",
     "norm_spike", "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units",
     "vanishing", "dead", "update_ratio", "imbalance", "changed_gradients",

@@ -10,6 +10,7 @@ from gradiometer.rules.base import BaseRule
 from gradiometer.rules.finding import Severity
 from gradiometer.rules.first_nonfinite import first_nonfinite_text
 from gradiometer.rules.flow import CALL_ORDER
+from gradiometer.rules.known import optimizers_of
 from gradiometer.rules.optimizer import RESET
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ CLEAR: Final = (
     "call optimizer.zero_grad() for skipped steps too: gradients that are not finite stay so when others are "
     "added; then look for the cause of the first one, gm.locate_nonfinite(step, batch) names the operation"
 )
-CLIP: Final = "clip between backward() and optimizer.step(); with a GradScaler after scaler.unscale_(optimizer)"
+CLIP: Final = (
+    "clip between backward() and optimizer.step(); with a GradScaler after scaler.unscale_(optimizer)"
+)
 UNSCALE: Final = "call scaler.unscale_(optimizer) once in each step, right before the clip"
 LARGE: Final = "if the loss scale is too large, start the GradScaler with a smaller init_scale"
 SCALE: Final = (
@@ -98,8 +101,8 @@ class LoopOrder(BaseRule):
         if self.begun < 0:
             self.begun = record.step
         # of mistakes about the gradients only the first is reported: the others follow from it
-        for found in self._about_gradients(record), self._about_clips(record), self._varying(record):
-            yield from found[:1]
+        made = self._about_gradients(record), self._about_clips(record), self._varying(record)
+        return [found for several in made for found in several[:1]]
 
     def _lasts(self, record: StepRecord, key: str, value: int, patience: int) -> tuple[int, int] | None:
         """Return since when a value above 0 has been the same, and for how many steps, from ``patience``."""
@@ -109,7 +112,7 @@ class LoopOrder(BaseRule):
         count, since, before = self.state.get(key, (0, record.step, value))
         if before != value:
             count, since = 0, record.step
-        self.state[key] = [count + 1, since, value]
+        self.state[key] = [count + 1, since, int(value)]
         return (since, count + 1) if count + 1 >= patience else None
 
     def _about_gradients(self, record: StepRecord) -> list[Finding]:
@@ -122,13 +125,15 @@ class LoopOrder(BaseRule):
         stale = cleared = lost = None
         if order.passes:
             stale = self._lasts(record, "stale", bool(order.stale), self.patience + 1)
-            lost = self._lasts(record, "lost", order.lost if order.lost == order.passes - 1 else 0, self.patience)
+            lost = self._lasts(
+                record, "lost", order.lost if order.lost == order.passes - 1 else 0, self.patience
+            )
         if record.recorded:
             is_kept = self._is_kept(record)
             if self._lasts(record, "bad and kept", is_kept, 2):
                 found.append(self._not_cleared(record))
-            is_zeroed = self._is_zeroed(record)
-            cleared = self._lasts(record, "cleared", order.cleared or is_zeroed, self.patience)
+            is_cleared = self._is_zeroed(record) or (order.cleared and not _takes_gradients(record))
+            cleared = self._lasts(record, "cleared", is_cleared, self.patience)
         if cleared is not None:
             text = f"gradients are cleared between backward() and optimizer.step() since step {cleared[0]}: "
             text += "zero_grad() is called there, so that the step has no gradients"
@@ -136,13 +141,19 @@ class LoopOrder(BaseRule):
         if lost is not None:
             # two may be those of SAM, whose change of the weights need not be seen
             severity = self.severity if order.passes > 2 else min(self.severity, Severity.INFO)
-            text = f"only the last of {order.passes} backward passes counts in each step since step {lost[0]}: "
+            text = (
+                f"only the last of {order.passes} backward passes counts in each step since step {lost[0]}: "
+            )
             text += "zero_grad() is called between them, so that the other gradients are lost"
             found.append(self._made(record, lost[0], text, ONCE, severity))
         if stale is not None:
             since, names = max(stale[0] - 1, 0), ", ".join(order.stale[:3])
-            text = f"gradients are not cleared since step {since}: each backward() adds to those that earlier "
-            text += f"steps have used (seen at {names}): zero_grad() is not called, or not for these parameters"
+            text = (
+                f"gradients are not cleared since step {since}: each backward() adds to those that earlier "
+            )
+            text += (
+                f"steps have used (seen at {names}): zero_grad() is not called, or not for these parameters"
+            )
             found.append(self._made(record, since, text, RESET))
         return found + self._skipped(record, order)
 
@@ -179,18 +190,19 @@ class LoopOrder(BaseRule):
     def _not_cleared(self, record: StepRecord) -> Finding:
         first = str(first_nonfinite_text(record)).partition(", ")[2]
         text = f"gradients are not finite since step {self.bad_since} and were not cleared after it, so that "
-        text += f"those of each later step are added to a NaN or Inf, and none can be used: zero_grad() is not "
+        text += (
+            "those of each later step are added to a NaN or Inf, and none can be used: zero_grad() is not "
+        )
         text += f"called after such a step ({first})"
         return self._made(record, self.bad_since, text, CLEAR, Severity.ERROR)
 
     def _unfinished(self, record: StepRecord, passes: int) -> Finding:
         text = f"no optimizer.step() after step {record.step - 1}, but {passes:,} backward passes, whose "
         text += "gradients were added up and not cleared"
-        is_bad = record.recorded and bool(record.value("n_nonfinite").any())
-        if is_bad:
+        if record.nonfinite:
             first = str(first_nonfinite_text(record)).partition(", ")[2]
             text += f": they are not finite ({first}), and stay so until zero_grad() is called"
-        return self._made(record, record.step, text, CLEAR if is_bad else CALL_ORDER["watch"], Severity.ERROR)
+        return self._made(record, record.step, text, CLEAR, Severity.ERROR)
 
     def _skipped(self, record: StepRecord, order: StepOrder) -> list[Finding]:
         assert record.model is not None  # noqa: S101 for the type checker
@@ -224,7 +236,9 @@ class LoopOrder(BaseRule):
         if idle is not None:
             # what is clipped after a step is seen in the next one
             since = max(idle[0] - (what == 2), 0)
-            text = f"clipping has no effect since step {since}: gradients are clipped after optimizer.step(), "
+            text = (
+                f"clipping has no effect since step {since}: gradients are clipped after optimizer.step(), "
+            )
             text += "not before it"
             if what == 1:
                 text = f"clipping has no effect since step {since}: it finds no gradients, as it is called "
@@ -244,7 +258,9 @@ class LoopOrder(BaseRule):
     def _clipped_scaled(self, record: StepRecord, since: int) -> Finding:
         factor, limit = record.scalars.get("clip_factor"), record.scalars.get("clip_max_norm")
         used = record.total() * (1.0 if factor is None else factor)
-        text = f"gradients are clipped before scaler.unscale_() since step {since}, while they still have the "
+        text = (
+            f"gradients are clipped before scaler.unscale_() since step {since}, while they still have the "
+        )
         text += f"loss scale: the norm that a step uses is {used:.3g}"
         if limit is not None:
             text += f", the limit {limit:g} divided by the scale"
@@ -279,6 +295,12 @@ class LoopOrder(BaseRule):
     ) -> Finding:
         # equal values: the first message stays
         return self.finding(record, since, None, 0.0, 0.0, text, advice, severity, kind)
+
+
+def _takes_gradients(record: StepRecord) -> bool:
+    """Return whether an optimizer may be given gradients of copies of the parameters."""
+    known = optimizers_of(record)
+    return known is not None and (known.has_others or any(known.copied))
 
 
 def _is_int(value: Any) -> bool:
