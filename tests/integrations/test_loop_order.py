@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
 from gradiometer.rules import Severity, default_rules, headlines
+from gradiometer.rules.schedule import follow
 from support.watching import Sink
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -739,9 +740,86 @@ def test_the_state_of_the_rule_continues_a_streak():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("state", {"stale": [1, 2]}), ("counts", {"x": 1}), ("counts", {"1": 1.5}), ("begun", "a")],
+    [
+        ("state", {"stale": [1, 2]}),
+        ("counts", {"x": 1}),
+        ("counts", {"1": 1.5}),
+        ("rates", {"lr": [0.1, "x"]}),
+        ("begun", "a"),
+    ],
 )
 def test_a_state_that_does_not_fit_is_an_error(key, value):
     rule = gm.rules.LoopOrder()
     with pytest.raises(ValueError, match=key):
         rule.load_state_dict(rule.state_dict() | {key: value})
+
+
+# schedules
+
+
+def scheduled(schedule, steps=200, lr=0.1):
+    """Return the findings about a schedule of a run in which nothing else happens."""
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=lr, momentum=0.9)
+    scheduler, rates, found = schedule(optimizer), {}, []
+    for step in range(steps):
+        ended = follow(rates.setdefault("lr", []), step, optimizer.param_groups[0]["lr"])
+        found += [] if ended is None else [(ended.since, ended.text)]
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+LR = torch.optim.lr_scheduler
+ENDED = {
+    "beyond T_max": (lambda o: LR.CosineAnnealingLR(o, 50), 50, "rises again"),
+    "beyond T_max, above 0": (lambda o: LR.CosineAnnealingLR(o, 50, eta_min=1e-5), 50, "rises again"),
+    "tiny": (lambda o: LR.LambdaLR(o, lambda s: max(1e-5, 1 - s / 60)), 60, "has stayed at 1e-06"),
+}
+GOING_ON = {
+    "constant": lambda o: LR.ConstantLR(o, factor=1.0),
+    "cosine": lambda o: LR.CosineAnnealingLR(o, 200),
+    "cosine to a floor": lambda o: LR.LambdaLR(
+        o, lambda s: max(0.1, 0.5 * (1 + math.cos(math.pi * min(s / 100, 1))))
+    ),
+    "warm restarts": lambda o: LR.CosineAnnealingWarmRestarts(o, 40),
+    "warm-ups": lambda o: LR.LambdaLR(
+        o, lambda s: min(s % 50 / 10, 0.5 * (1 + math.cos(math.pi * max(s % 50 - 10, 0) / 40)))
+    ),
+    "one cycle": lambda o: LR.OneCycleLR(o, 0.1, total_steps=201),
+    "cyclic": lambda o: LR.CyclicLR(o, 0.01, 0.1, step_size_up=20),
+    "steps": lambda o: LR.StepLR(o, 60),
+    "exponential": lambda o: LR.ExponentialLR(o, 0.97),
+    "by epochs": lambda o: LR.LambdaLR(o, lambda s: 0.5 * (1 + math.cos(math.pi * (s // 2) / 100))),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_a_schedule_that_ends_before_the_training_is_told(name):
+    schedule, since, words = ENDED[name]
+    found = scheduled(schedule)
+    assert found[0][0] == since
+    assert words in found[0][1]
+
+
+@pytest.mark.parametrize("name", GOING_ON)
+def test_a_schedule_that_goes_on_is_told_nothing(name):
+    assert scheduled(GOING_ON[name]) == []
+
+
+def test_a_schedule_beyond_its_end_is_a_hint_of_the_rule():
+    class Scheduled(Loop):
+        steps = 30
+
+        def optimizers(self, model):
+            optimizer = super().optimizers(model)
+            self.schedule = LR.CosineAnnealingLR(optimizer, 12)
+            return optimizer
+
+        def update(self):
+            super().update()
+            self.schedule.step()
+
+    (found,) = [x for x in Scheduled().go().findings if x.rule == "loop_order"]
+    assert (found.severity, found.first_step, found.tensor) == (Severity.INFO, 12, "lr")
+    assert "the schedule of lr has ended at step 12, but training goes on: lr rises again" in found.message

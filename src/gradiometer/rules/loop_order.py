@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.rules.base import BaseRule
@@ -11,7 +11,8 @@ from gradiometer.rules.finding import Severity
 from gradiometer.rules.first_nonfinite import first_nonfinite_text
 from gradiometer.rules.flow import CALL_ORDER
 from gradiometer.rules.known import optimizers_of
-from gradiometer.rules.optimizer import RESET
+from gradiometer.rules.optimizer import RESET, SCHEDULE, learning_rates
+from gradiometer.rules.schedule import follow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -68,13 +69,25 @@ class LoopOrder(BaseRule):
     """
 
     name = "loop_order"
-    kept = ("state", "counts", "has_changed", "bad_since", "bad_steps", "new_grads", "old_grads", "begun")
+    kept = (
+        "state",
+        "counts",
+        "rates",
+        "has_changed",
+        "bad_since",
+        "bad_steps",
+        "new_grads",
+        "old_grads",
+        "begun",
+    )
     _: KW_ONLY
     patience: int = 3
     # of each mistake: the number of steps in a row, the first of them, and the value
     state: dict[str, list[int]] = field(default_factory=dict, init=False)
     # how many steps had each number of backward passes
     counts: dict[str, int] = field(default_factory=dict, init=False)
+    # see `follow`, of each learning rate
+    rates: dict[str, list[float]] = field(default_factory=dict, init=False)
     # whether gradients were changed otherwise than by zeroing them
     has_changed: bool = field(default=False, init=False)
     # steps in a row whose gradients are not finite
@@ -93,6 +106,8 @@ class LoopOrder(BaseRule):
             raise ValueError("expected three integers for each mistake")
         if key == "counts" and not (_are_numbers(value, _is_int) and all(x.isdecimal() for x in value)):
             raise ValueError("expected the number of steps for each number of backward passes")
+        if key == "rates" and not _are_numbers(value, _is_list_of_floats):
+            raise ValueError("expected a list of numbers for each learning rate")
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about mistakes that were seen in several steps in a row."""
@@ -102,7 +117,7 @@ class LoopOrder(BaseRule):
             self.begun = record.step
         # of mistakes about the gradients only the first is reported: the others follow from it
         made = self._about_gradients(record), self._about_clips(record), self._varying(record)
-        return [found for several in made for found in several[:1]]
+        return [found for several in made for found in several[:1]] + self._schedules(record)
 
     def _lasts(self, record: StepRecord, key: str, value: int, patience: int) -> tuple[int, int] | None:
         """Return since when a value above 0 has been the same, and for how many steps, from ``patience``."""
@@ -284,6 +299,19 @@ class LoopOrder(BaseRule):
         severity = min(self.severity, Severity.INFO)
         return [self._made(record, record.step, text, VARIES, severity, kind="passes")]
 
+    def _schedules(self, record: StepRecord) -> list[Finding]:
+        found = []
+        for name, rate in learning_rates(record).items():
+            ended = follow(self.rates.setdefault(name, []), record.step, rate)
+            if ended is not None:
+                text = (
+                    f"the schedule of {name} has ended at step {ended.since}, but training goes on: {name} "
+                )
+                severity = min(self.severity, Severity.INFO)
+                made = self._made(record, ended.since, text + ended.text, SCHEDULE, severity, kind=None)
+                found.append(replace(made, tensor=name))
+        return found
+
     def _made(
         self,
         record: StepRecord,
@@ -305,6 +333,10 @@ def _takes_gradients(record: StepRecord) -> bool:
 
 def _is_int(value: Any) -> bool:
     return type(value) is int
+
+
+def _is_list_of_floats(value: Any) -> bool:
+    return isinstance(value, list) and len(value) != 1 and all(type(x) in {int, float} for x in value)
 
 
 def _is_list(value: Any, size: int) -> bool:
