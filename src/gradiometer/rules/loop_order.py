@@ -27,7 +27,7 @@ ADVICE: Final = (
 )
 ONCE: Final = (
     "call zero_grad() once for each optimizer.step(), not once for each backward(); if these passes are "
-    "meant to be discarded, as those that compute an adversarial input, nothing is wrong"
+    "meant to be discarded, as in SAM or for adversarial inputs, nothing is wrong"
 )
 CLEAR: Final = (
     "call optimizer.zero_grad() for skipped steps too: gradients that are not finite stay so when others are "
@@ -154,8 +154,8 @@ class LoopOrder(BaseRule):
             text += "zero_grad() is called there, so that the step has no gradients"
             found.append(self._made(record, cleared[0], text, CALL_ORDER["watch"]))
         if lost is not None:
-            # two may be those of SAM, whose change of the weights need not be seen
-            severity = self.severity if order.passes > 2 else min(self.severity, Severity.INFO)
+            # so do SAM, whose change of the weights need not be seen, and the search of adversarial inputs
+            severity = min(self.severity, Severity.INFO)
             text = (
                 f"only the last of {order.passes} backward passes counts in each step since step {lost[0]}: "
             )
