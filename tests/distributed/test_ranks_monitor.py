@@ -28,7 +28,7 @@ import gradiometer as gm
 from gradiometer import distributed
 from gradiometer.monitor import rank_merger, setup
 from gradiometer.monitor.monitor import Monitor
-from gradiometer.rules import ChangedGradients
+from gradiometer.rules import ChangedGradients, LoopOrder
 from gradiometer.runs.kept_step import load_kept_step
 from gradiometer.runs.reader import read_run
 from support.rank_pool import RankPool, torchrun
@@ -690,7 +690,9 @@ def test_ranks_out_of_step_are_told_apart(two_ranks, tmp_path):
 
 def train_watched(model, rank, size, run_dir, limit=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gm.watch(model, optimizer, run_dir=run_dir, weights=True, rules=[ChangedGradients()]) as monitor:
+    with gm.watch(
+        model, optimizer, run_dir=run_dir, weights=True, rules=[ChangedGradients(), LoopOrder()]
+    ) as monitor:
         for step in range(10):
             loss = loss_of(model, step, rank, size)
             loss.backward()

@@ -75,6 +75,12 @@ def test_one_call():
     assert recorded.steps["loss"][0].as_py() > recorded.steps["loss"][-1].as_py()
 
 
+def test_the_order_of_a_loop(capsys):
+    run(LOOPS, "The order of your loop")
+    printed = capsys.readouterr().out
+    assert printed.strip() in [block.strip() for block in blocks(LOOPS, "text")]
+
+
 def test_a_plain_loop():
     scope = run(LOOPS, "Your own loop")
     assert scope["steps"].num_rows == 20

@@ -652,7 +652,7 @@ SITUATIONS = [
     (
         ClearedTooEarly,
         "watch",
-        {"no_gradients": ("warning", "zero_grad() is called between backward() and optimizer.step()")},
+        {"loop_order": ("warning", "cleared between backward() and optimizer.step()", "zero_grad() last or")},
         RECORD,
     ),
     (ClearedTooEarly, "monitor", {"no_gradients": ("warning", "record() is called after zero_grad()")}, "!"),
@@ -695,7 +695,7 @@ SITUATIONS = [
         for how in ("watch", "trainer")
     ],
     (MastersOfRareChanges, "watch", {}, "rounding|master"),
-    (MastersNotCleared, "watch", {"accumulating": ("warning", "gradients add up since step 0")}, "!"),
+    (MastersNotCleared, "watch", {"loop_order": ("warning", "gradients are not cleared since step 0")}, "!"),
     (Lookahead, "watch", {"stuck": ("warning", "rounding of bfloat16", "unless float32 master")}, HELD),
     (
         OthersOfTheSameShapes,
@@ -724,7 +724,7 @@ SITUATIONS = [
     (
         ForgottenAndNotCleared,
         "watch",
-        {"not_updated": ("warning", "no watched optimizer"), "accumulating": ("warning", "add up")},
+        {"not_updated": ("warning", "no watched optimizer"), "loop_order": ("warning", "are not cleared")},
         "step.. is not",
     ),
     (

@@ -19,6 +19,7 @@ from gradiometer.control.clip_events import (
     clip_ended,
     observers,
     observers_now,
+    value_clip_begins,
 )
 from gradiometer.control.clip_value import ElementCounts, clip_grad_value_
 from gradiometer.control.coord_check import coord_check
@@ -65,4 +66,5 @@ __all__ = [
     "random_state",
     "restore_random_state",
     "share_found_inf_",
+    "value_clip_begins",
 ]

@@ -39,6 +39,9 @@ class ClipObserver(Protocol):
     def after_clip(self, clip: Clip) -> None:
         """See gradients that were clipped."""
 
+    def before_value_clip(self, parameters: Sequence[Tensor]) -> None:
+        """See gradients whose elements are about to be clamped."""
+
 
 # not kept alive by this
 observers: weakref.WeakKeyDictionary[ClipObserver, None] = weakref.WeakKeyDictionary()
@@ -59,6 +62,13 @@ def clip_begins(
     for observer in observers_now():
         observer.before_clip(clip)
     return clip
+
+
+def value_clip_begins(parameters: Sequence[Tensor]) -> None:
+    """Tell the observers that gradients are about to be clamped, outside of compiled code."""
+    if not torch.compiler.is_compiling():
+        for observer in observers_now():
+            observer.before_value_clip(parameters)
 
 
 def clip_ended(clip: Clip | None) -> None:

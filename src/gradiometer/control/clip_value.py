@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import number
+from gradiometer.control.clip_events import value_clip_begins
 from gradiometer.control.scale import limit_of, memory_of
 from gradiometer.inputs import check, is_dtensor, is_partial, local_shard, named_parameters, on_device
 from gradiometer.stats import grads_of
@@ -78,7 +79,9 @@ def clip_grad_value_(
     what = "clip_grad_value_"
     limit = limit_of(clip_value, "clip_value", what)
     source = [parameters] if isinstance(parameters, Tensor) else parameters
-    grads, home = grads_of(named_parameters(source, what), what)
+    named = named_parameters(source, what)
+    value_clip_begins(named.tensors)
+    grads, home = grads_of(named, what)
     check(grads, what)
     memories = [_clampable(grad, name, what) for name, grad in zip(*grads, strict=True)]
     if not memories:

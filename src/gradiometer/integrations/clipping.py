@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 
-from gradiometer.control import clip_begins, clip_ended, observers, observers_now
+from gradiometer.control import clip_begins, clip_ended, observers, observers_now, value_clip_begins
 from gradiometer.inputs import is_dtensor, is_partial
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from gradiometer.control import Clip, ClipObserver
     from gradiometer.integrations.backward_passes import BackwardPasses
+    from gradiometer.integrations.step_order import OrderOfSteps
 
 # as torch adds to a norm before dividing by it
 _EPS: Final = 1e-6
@@ -104,11 +105,24 @@ def _clip(original: Any) -> Any:
     return clip_grads_with_norm_
 
 
+def _value(original: Any) -> Any:
+    @wraps(original)
+    def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            value_clip_begins(parameters)
+        return original(parameters, *args, **kwargs)
+
+    return clip_grad_value_
+
+
 _REPLACED: Final = (
     (clip_grad, "_get_total_norm", _norm),
     (clip_grad, "_clip_grads_with_norm_", _clip),
     (utils, "get_total_norm", _norm),
     (utils, "clip_grads_with_norm_", _clip),
+    (clip_grad, "clip_grad_value_", _value),
+    (utils, "clip_grad_value_", _value),
 )
 
 
@@ -142,6 +156,7 @@ class ClippedGradients:
         record: measures these gradients into the current step.
         note: keeps scalars for the current step.
         attempt: calls a function, and ends the watch if it raises.
+        order: sees the clips of each step.
     """
 
     def __init__(
@@ -151,11 +166,13 @@ class ClippedGradients:
         record: Callable[[list[tuple[str, Tensor]]], None],
         note: Callable[..., None],
         attempt: Callable[..., None],
+        order: OrderOfSteps,
     ) -> None:
         # by identity: to hash a tensor takes longer
         self._named = {id(p): name for part in parts for name, p in part}
         self._parts = [(frozenset([name for name, _ in part]), list(part)) for part in parts]
         self._passes, self._record, self._note, self._attempt = passes, record, note, attempt
+        self._order = order
         self._measured: list[_Measured] = []
         # the gradients that each optimizer has used last
         self._used: dict[int, _Measured] = {}
@@ -182,6 +199,7 @@ class ClippedGradients:
         self._passes.end(self._counted(names))
         if is_last:
             self._clips, self._since = [], set()
+            self._order.end()
 
     def before_norm(self, tensors: Sequence[Tensor]) -> None:
         """Record the gradients among these tensors: they may be scaled by hand."""
@@ -195,12 +213,22 @@ class ClippedGradients:
         """Take the gradients as they are now: this change is known."""
         self._attempt(self._after_clip, clip)
 
+    def before_value_clip(self, parameters: Sequence[Tensor]) -> None:
+        """See a clip by value, which is not observed otherwise."""
+        self._attempt(self._see, parameters, None)
+
+    def _see(self, parameters: Sequence[Tensor], limit: float | Tensor | None) -> None:
+        ours = [p for p in parameters if id(p) in self._named]
+        if ours:
+            self._order.clip(ours, limit)
+
     def _before_norm(self, tensors: Sequence[Tensor]) -> None:
         asked = set(map(id, tensors))
         grads = ((name, p, p.grad) for _, part in self._parts for name, p in part)
         self._measure([(name, p) for name, p, grad in grads if grad is not None and id(grad) in asked])
 
     def _before_clip(self, clip: Clip) -> None:
+        self._see(clip.parameters, clip.max_norm)
         pairs = self._ours(clip)
         if not pairs:
             return

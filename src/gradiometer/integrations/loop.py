@@ -18,6 +18,7 @@ from gradiometer.integrations.clipping import ClippedGradients, observe
 from gradiometer.integrations.optimizers import one_of_each_group, optimizers_in, parts_of
 from gradiometer.integrations.partitioned import framework_of
 from gradiometer.integrations.session import collect_part
+from gradiometer.integrations.step_order import OrderOfSteps, Scaling
 from gradiometer.integrations.unsupported import refuse
 from gradiometer.integrations.watched_step import WatchedStep
 from gradiometer.monitor import Monitor, raise_of_handlers
@@ -183,12 +184,21 @@ class _Loop:
         self._has_failed = self._has_ended_any = False
         # whether a scaler or a wrapper calls the optimizer, and whether that optimizer has stepped
         self._in_scaler = self._in_wrapper = self._has_stepped = False
+        # whether a closure has computed the gradients
+        self._in_closure = False
         self.facts = LoopFacts(has_master_updates=bool(masters))
         of_each = zip(self.optimizers, parts, strict=True)
         self._sentinels = [one_of_each_group(optimizer, part, masters) for optimizer, part in of_each]
         self._passes = BackwardPasses([p for each in self._sentinels for _, p in each])
         used = [[*part, *((name, masters[name]) for name, _ in part if name in masters)] for part in parts]
-        self._clipped = ClippedGradients(used, self._passes, self._measure_named, monitor.note, self._attempt)
+        self._scaling = Scaling(scaler)
+        # something else may take the gradients
+        watched = [() if masters or each.outer else part for each, part in zip(wrapped, parts, strict=True)]
+        given = [each.given for each in wrapped]
+        self._order = OrderOfSteps(self._passes, self._sentinels, watched, given, self._scaling)
+        self._clipped = ClippedGradients(
+            used, self._passes, self._measure_named, monitor.note, self._attempt, self._order
+        )
         # an optimizer's hooks may be traced
         self._record_outside = torch.compiler.disable(self._record, reason=_NOT_COMPILED)
         self._look_outside = torch.compiler.disable(partial(self._attempt, self._look), reason=_NOT_COMPILED)
@@ -227,7 +237,9 @@ class _Loop:
         if self._in_scaler:
             return
         if _has_closure(args, kwargs):
+            self._in_closure = True
             self._record_outside(optimizer, None)
+            self._in_closure = False
         if self._in_wrapper:
             self._has_stepped = True
         else:
@@ -324,17 +336,13 @@ class _Loop:
     def _look(self, index: int) -> None:
         """Find out whether gradients were changed after the backward pass, by something not observed."""
         clipped = self._clipped.measured()
-        scaler, given = self._scaler, self._wrapped[index].given
-        # `unscale_` writes each gradient once
-        writes = int(
-            scaler is not None
-            and scaler.is_enabled()
-            and not all([is_still_scaled(scaler, each) for each in given])
-        )
-        changed = [
+        writes = self._scaling.writes(self._wrapped[index].given)
+        changed = any(
             self._passes.has_changed(p, writes) for name, p in self._sentinels[index] if name not in clipped
-        ]
-        self.facts.changed_gradients |= any(changed)
+        )
+        self.facts.changed_gradients |= changed
+        if not self._in_closure:
+            self.facts.order = self._order.before_step(index, changed=changed)
 
     def _advance(self, optimizer: Optimizer) -> None:
         if self._is_over:
@@ -354,9 +362,18 @@ class _Loop:
         names = ["lr", *(f"lr_{i}" for i in range(1, len(rates)))]
         known = {name: rate for name, rate in zip(names, rates, strict=True) if rate is not None}
         self._monitor.advance(**known)
-        self.facts.changed_gradients = False
+        self.facts.changed_gradients, self.facts.order = False, self._order.restart()
+
+    def _end_unfinished(self) -> None:
+        order = self._order.unfinished() if self._has_ended_any else None
+        if order is not None:
+            self.facts.order = order
+            for index, each in enumerate(self._wrapped):
+                self._measure(index, self._parts[index], self._inverse_scale(*each.given))
+            self._monitor.advance()
 
     def _report_no_step(self) -> None:
+        self._attempt(self._end_unfinished)
         told = "advance" in self._monitor.failures
         if not self._has_ended_any and self._passes.counted() and not told:
             text = (

@@ -20,8 +20,9 @@ from gradiometer.inputs import is_dtensor, named_parameters
 from gradiometer.integrations.backward_passes import BackwardPasses
 from gradiometer.integrations.clipping import ClippedGradients, observe
 from gradiometer.integrations.frameworks import measurable, whole
+from gradiometer.integrations.step_order import OrderOfSteps, Scaling
 from gradiometer.monitor import Monitor, raise_of_handlers
-from gradiometer.recorder import Driver
+from gradiometer.recorder import Driver, LoopFacts
 from gradiometer.stats import collect_grads
 from gradiometer.terminal import one_line
 
@@ -83,6 +84,8 @@ class Session:
         self._scalars: dict[str, Tensor | float] = {}
         self._measured = False
         self._clipped: ClippedGradients | None = None
+        self._order: OrderOfSteps | None = None
+        self._facts = LoopFacts()
         self._at_end: list[Callable[[], None]] = []
         # several optimizers, whose updates are measured apart, and those that have begun to update
         self._several: tuple[Optimizer, ...] = ()
@@ -115,7 +118,8 @@ class Session:
             # without wrappers such as Accelerate's
             known = tuple([getattr(each, "optimizer", each) for each in optimizers])
             is_known = all([isinstance(each, Optimizer) for each in known])
-            self.monitor.set_driver(Driver("trainer", known if is_known else ()))
+            self._facts = LoopFacts()
+            self.monitor.set_driver(Driver("trainer", known if is_known else (), self._facts))
             self._several = known if is_known and len(known) > 1 else ()
             self.monitor.split_updates(self._parts())
             self._observe_clips(scaler, known if is_known else ())
@@ -183,7 +187,12 @@ class Session:
         """Record what is clipped before it, if that was not done, and the limit and the factor."""
         groups = [group["params"] for each in optimizers for group in each.param_groups]
         ours = [[p for p in group if p in self._names and p.requires_grad and p.is_leaf] for group in groups]
-        passes = BackwardPasses([group[0] for group in ours if group])
+        sentinels = [(self._names[group[0]], group[0]) for group in ours if group]
+        passes = BackwardPasses([p for _, p in sentinels])
+        # a trainer clears gradients itself, so what it clears is no mistake; of several optimizers it is not
+        # known here which one steps
+        alone = sentinels if len(optimizers) == 1 else []
+        self._order = OrderOfSteps(passes, [alone], [()], [optimizers], Scaling(scaler))
 
         def record(pairs: Sequence[tuple[str, Tensor]]) -> None:
             is_scaled = scaler is not None and all([is_still_scaled(scaler, each) for each in optimizers])
@@ -198,7 +207,7 @@ class Session:
                     self.give_up(f"{type(error).__name__}: {error}")
 
         named = [(name, p) for p, name in self._names.items()]
-        self._clipped = ClippedGradients([named], passes, record, self.note, attempt)
+        self._clipped = ClippedGradients([named], passes, record, self.note, attempt, self._order)
         self._at_end += [passes.remove, observe(self._clipped)]
 
     def record(self, scaler: GradScaler | None = None, only: Iterable[Tensor] | None = None) -> None:
@@ -207,6 +216,8 @@ class Session:
         Those that were measured before a clip stay as they are.
         """
         clipped = self._clipped
+        if self._order is not None:
+            self._facts.order = self._order.before_step(0, changed=False)
         known = set() if clipped is None else clipped.measured()
         asked = self._names if only is None else only
         pairs = [(self._names[p], p) for p in asked if p in self._names and self._names[p] not in known]
@@ -292,6 +303,8 @@ class Session:
                 self._clipped.end(0, is_last=True)
             scalars, self._scalars = self._scalars, {}
             self.monitor.advance(**scalars)
+            if self._order is not None:
+                self._facts.order = self._order.restart()
 
     def total_norm(self) -> Tensor | None:
         """Return the total norm of the step's gradients, 0-d on the device; None if this rank has no such."""
@@ -321,7 +334,7 @@ class Session:
             hook.remove()
         while self._at_end:
             self._at_end.pop()()
-        self._hooks, self._names, self._scalars, self._clipped = {}, {}, {}, None
+        self._hooks, self._names, self._scalars, self._clipped, self._order = {}, {}, {}, None, None
         if self.running and self.monitor is not None:
             try:
                 if error is None:

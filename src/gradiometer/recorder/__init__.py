@@ -11,6 +11,7 @@ from gradiometer.recorder.model_state import (
     LoopFacts,
     ModelState,
     OptimizerState,
+    StepOrder,
     gradient_framework,
 )
 from gradiometer.recorder.recorder import Recorder
@@ -31,6 +32,7 @@ __all__ = [
     "Recorder",
     "Rows",
     "RunInfo",
+    "StepOrder",
     "StepRecord",
     "Table",
     "Updates",

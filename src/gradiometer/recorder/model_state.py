@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import torch
 
@@ -17,6 +17,39 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+class StepOrder(NamedTuple):
+    """The order of a step: backward passes, clearing of gradients and clips, as hooks on the host saw it.
+
+    It is about one parameter of each param group. Without hooks, or if they do not run, as in a compiled
+    backward pass, the values are those of a step without mistakes.
+
+    Attributes:
+        passes: how many backward passes wrote the gradients since the step before; 0 if that is not known.
+        lost: how many of them were cleared, and not changed otherwise, before the next one.
+        cleared: whether all gradients were cleared between the last of them and ``optimizer.step()``.
+        stale: parameters whose gradient contains that of an earlier step, which was not cleared.
+        idle_clip: if clips changed nothing that a step used, what they found: ``"none"`` for no gradients,
+            ``"used"`` for those of the step before; empty otherwise.
+        scaled_clip: whether gradients were clipped while they had the scale of a GradScaler.
+        backoff: by what the GradScaler multiplies its scale after a skipped step; 0 without one.
+        first_scale: its scale before the first step; 0 if that is not known.
+        is_unfinished: whether the loop ended without an ``optimizer.step()`` after these passes.
+    """
+
+    passes: int = 0
+    lost: int = 0
+    cleared: bool = False
+    stale: tuple[str, ...] = ()
+    idle_clip: str = ""
+    scaled_clip: bool = False
+    backoff: float = 0.0
+    first_scale: float = 0.0
+    is_unfinished: bool = False
+
+
+_UNKNOWN: Final = StepOrder()
+
+
 @dataclass(eq=False)
 class LoopFacts:
     """What `gradiometer.watch` has seen of the training loop in the current step.
@@ -25,10 +58,12 @@ class LoopFacts:
         changed_gradients: whether something that was not observed has changed gradients between the end of
             ``backward()`` and ``optimizer.step()``.
         has_master_updates: whether the updates of some parameters are those of their master weights.
+        order: see `StepOrder`.
     """
 
     changed_gradients: bool = False
     has_master_updates: bool = False
+    order: StepOrder = _UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -142,6 +177,7 @@ class ModelState:
         optimizers: what its optimizers hold; None if they are not known.
         changed_gradients: see `LoopFacts`.
         has_master_updates: see `LoopFacts`.
+        order: see `StepOrder`.
         framework: whose buffers have the gradients, see `gradient_framework`; empty if ``p.grad`` has them.
     """
 
@@ -155,6 +191,7 @@ class ModelState:
     optimizers: OptimizerState | None = None
     changed_gradients: bool = False
     has_master_updates: bool = False
+    order: StepOrder = _UNKNOWN
     framework: str = ""
 
 

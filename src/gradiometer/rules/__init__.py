@@ -21,7 +21,7 @@ from gradiometer.rules.initialization import EvalMode, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.ledger import Ledger
 from gradiometer.rules.listing import first_of, table_of
-from gradiometer.rules.loop_order import ChangedGradients
+from gradiometer.rules.loop_order import ChangedGradients, LoopOrder
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
@@ -51,6 +51,7 @@ __all__ = [
     "LayerImbalance",
     "LearningRate",
     "Ledger",
+    "LoopOrder",
     "LossSpike",
     "NoGradientFlow",
     "NoGradients",

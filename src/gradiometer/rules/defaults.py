@@ -9,7 +9,7 @@ from gradiometer.rules.flow import NoGradientFlow, NoGradients
 from gradiometer.rules.history import NormHistory
 from gradiometer.rules.initialization import EvalMode, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
-from gradiometer.rules.loop_order import ChangedGradients
+from gradiometer.rules.loop_order import ChangedGradients, LoopOrder
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
@@ -40,6 +40,7 @@ def default_rules() -> list[Rule]:
         Initialization(),
         Untied(),
         EvalMode(),
+        LoopOrder(),
         ChangedGradients(),
         UpdateSpike(),
         NormSpike(),

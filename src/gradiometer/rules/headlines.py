@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
+    "loop_order",
     "eval_mode", "untied", "initialization", "learning_rate", "changed_outside", "replica_divergence",
     "nonfinite", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow", "loss_spike",
     "norm_spike", "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units",
@@ -31,11 +32,12 @@ _DIVERGED: Final = frozenset({
 _QUIET: Final = frozenset({"dead", "dead_units", "vanishing", "imbalance", "not_updated", "stuck"})
 _STOPPED: Final = _QUIET | {"no_gradient_flow", "update_ratio"}
 # causes of updates that are too small
-_STOPS: Final = frozenset({"nonfinite", "no_gradients", "stuck"})
+_STOPS: Final = frozenset({"loop_order", "nonfinite", "no_gradients", "stuck"})
 # what a learning rate of 0 explains, instead of what too large a rate does
 _NOT_LEARNING: Final = frozenset({"not_updated", "stuck", "update_ratio"})
 # rule of a cause -> rules of the findings that it explains
 _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
+    "loop_order": _DIVERGED | _STOPPED | {"no_gradients", "accumulating", "changed_gradients"},
     "initialization": _DIVERGED | {"initialization"},
     "learning_rate": _DIVERGED | _NOT_LEARNING,
     "changed_outside": _DIVERGED,

@@ -17,6 +17,20 @@ def driver_of(record: StepRecord) -> str:
     return "loop" if record.model is None else record.model.driver
 
 
+def if_summed(record: StepRecord) -> str:
+    """Return what to add to the advice about large gradients if backward passes of a step are added up.
+
+    Empty for one pass, if their number is not known, and for trainers, which divide the loss themselves.
+    """
+    order = None if record.model is None or record.model.driver != "watch" else record.model.order
+    if order is None or order.passes < 2 or order.lost or order.stale:
+        return ""
+    return (
+        f"; {order.passes} backward passes wrote the gradients of this step: divide the loss of each by "
+        f"{order.passes}, unless that is done"
+    )
+
+
 def optimizers_of(record: StepRecord) -> OptimizerState | None:
     """Return what the optimizers hold; None if that is not known of all parameters of the record."""
     known = None if record.model is None else record.model.optimizers

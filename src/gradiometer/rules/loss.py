@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from gradiometer.rules.base import BaseRule
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import WARMUP, SpikeHistory
+from gradiometer.rules.known import if_summed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -79,4 +80,8 @@ class LossSpike(BaseRule):
         ratio = f", {times(loss / usual)} its usual" if usual > 0 else ", usually"
         message = f"loss {loss:.4g}{ratio} {usual:.4g}"
         limit = usual + self.deviations * deviation
-        return [self.finding(record, record.step, None, loss, limit, message, ADVICE, severity, None)]
+        return [
+            self.finding(
+                record, record.step, None, loss, limit, message, ADVICE + if_summed(record), severity, None
+            )
+        ]

@@ -10,6 +10,7 @@ from gradiometer.columns import Flag
 from gradiometer.rules.base import LastingRule, Observation, SpikeRule, TensorRule
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import NormHistory
+from gradiometer.rules.known import if_summed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,7 +76,7 @@ class Exploding(TensorRule):
         # in the very first step there is no past: x is the level itself, so it has not risen
         risen = x > self.norms.level + math.log(RISING)
         major = own | (flagged & risen)
-        threshold, settled = record.thresholds.exploding, self.norms.settled
+        threshold, settled, summed = record.thresholds.exploding, self.norms.settled, if_summed(record)
 
         def describe(place: int) -> Observation:
             value = float(norm[place])
@@ -84,11 +85,11 @@ class Exploding(TensorRule):
                 limit = float((usual[place] + self.deviations * deviation[place]).exp())
                 base = float(usual[place].exp())
                 message = f"norm {value:.3g}, {times(value / base)} its usual {base:.3g}"
-                return Observation(value, limit, message, LOWER_LR, severity)
+                return Observation(value, limit, message, LOWER_LR + summed, severity)
             message = f"norm {value:.3g} is above the threshold {threshold:g}"
             if not major[place] and settled[place]:
                 message += ", as usual for it"
-            return Observation(value, threshold, message, RAISE_THRESHOLD, severity)
+            return Observation(value, threshold, message, RAISE_THRESHOLD + summed, severity)
 
         return self.findings(record, "grads", flagged | own, norm + major * norm.amax(), describe)
 
@@ -194,4 +195,4 @@ class NormSpike(SpikeRule):
         if spike is None:
             return []
         total, _, limit, text = spike
-        return [self.finding(record, record.step, None, total, limit, text, LOWER_LR)]
+        return [self.finding(record, record.step, None, total, limit, text, LOWER_LR + if_summed(record))]

@@ -79,7 +79,9 @@ class Accumulating(WholeRule):
         if optimizers is not None:
             # nobody needs to clear the gradients of what no optimizer holds, nor a copy of it
             known &= optimizers.held | optimizers.keeps_small_updates
-        writes = 0 if record.model is None else record.model.grad_writes
+        # what is known for sure is LoopOrder's to report
+        is_told = record.model is not None and bool(record.model.order.stale)
+        writes = 0 if record.model is None or is_told else record.model.grad_writes
         self.is_exact = self.is_exact and writes == 1
         has_risen = bool(norms[known].norm() > before[known].norm())
         self.is_rising = bool(follows and writes and known.any() and (has_risen or self.is_exact))

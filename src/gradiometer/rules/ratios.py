@@ -14,7 +14,7 @@ from gradiometer.inputs import Named, named_parameters
 from gradiometer.rules.base import CHANGES, Observation, TensorRule, mask
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.history import History
-from gradiometer.rules.known import by_optimizers
+from gradiometer.rules.known import by_optimizers, if_summed
 from gradiometer.stats import TensorStats, group_ratio, grouping
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ class UpdateRatio(TensorRule):
             return whole
         bound = "" if exact else "at least "
         # in a small or new model, updates of a fifth of the weights can be healthy
+        too_fast = TOO_FAST + if_summed(record)
         fast = (mean > math.log(FAST)) | (mean > self.lowest + math.log(RISING))
 
         def describe(place: int) -> Observation:
@@ -126,7 +127,7 @@ class UpdateRatio(TensorRule):
                     f"update is {bound}{value:.2g} of the weight's norm, above the range {self._range()}"
                 )
                 severity = self.severity if fast[place] else min(self.severity, Severity.INFO)
-                return Observation(value, self.high, message, TOO_FAST, severity)
+                return Observation(value, self.high, message, too_fast, severity)
             message = f"update is {value:.2g} of the weight's norm, below {self._range()}"
             return Observation(value, self.low, message, TOO_SLOW, min(self.severity, Severity.INFO))
 
@@ -150,7 +151,11 @@ class UpdateRatio(TensorRule):
             return []
         text = f"all updates together have {ratio:.2g} times the norm of all weights: "
         text += "the learning rate is too large, or the weights are too small for it"
-        return [self.finding(record, self.since, None, ratio, WHOLE, text, TOO_FAST, kind="updates")]
+        return [
+            self.finding(
+                record, self.since, None, ratio, WHOLE, text, TOO_FAST + if_summed(record), kind="updates"
+            )
+        ]
 
     def _change(self, norm: Tensor, step: int) -> Tensor:
         before, since = self.before, self.before_step
