@@ -60,6 +60,7 @@ class ModelReader:
             self._own = [own.get(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
         self._framework = gradient_framework(self._own)
         self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
+        self._ties = tuple([(a.name, b.name) for a, b in self._tied])
         self._optimizers = OptimizerReader(driver.optimizers, self._parameters)
 
     def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False) -> ModelState:
@@ -78,6 +79,7 @@ class ModelReader:
         untied = tuple([(a.name, b.name) for a, b in self._tied if a.parameter is not b.parameter])
         quick: dict[str, Any] = {
             "untied": untied,
+            "tied": self._ties,
             "grad_writes": self._grad_writes(optimizers),
             "has_loss_scale": has_loss_scale,
             "driver": self._driver,

@@ -135,6 +135,7 @@ class ModelState:
         evaluating: the layers that behave differently in evaluation mode, if the model is in that mode, such
             as ``"2 BatchNorm2d, 1 Dropout"``; empty in training mode.
         untied: pairs of names that were one parameter when the monitor was created, and are two now.
+        tied: all such pairs, the name in the catalog first.
         grad_writes: how often the first gradient was written in place since the end of the step before: once,
             if one ``backward()`` has added to it and nothing has cleared it. 0 if it is another tensor now.
         has_loss_scale: whether gradients have a loss scale: ``record`` was called with ``inv_scale``.
@@ -149,6 +150,7 @@ class ModelState:
     reached: bool | None = None
     evaluating: str = ""
     untied: tuple[tuple[str, str], ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
     grad_writes: int = 0
     has_loss_scale: bool = False
     driver: str = "loop"

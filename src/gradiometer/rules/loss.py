@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from gradiometer.rules.base import BaseRule
 from gradiometer.rules.finding import Finding, Severity, times
-from gradiometer.rules.history import WARMUP, SpikeHistory
+from gradiometer.rules.history import MEANT, WARMUP, CopyHistory, SpikeHistory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,10 +36,10 @@ LONGEST: Final = 50
 # A new highest rise is rarely far above the last one: for a tail like that of Student's t with 3 degrees of
 # freedom, one in 500 is 8 times it, and a run of 1,000 steps has about four of them after its warm-up.
 FAR: Final = 8.0
+# a loss as high as that of the untrained model, up to the noise of a batch
+UNTRAINED: Final = 0.95
 # the share of the highest rise that is left after a step: half after 230 steps
 FADES: Final = 0.997
-# tensors without gradients that change in a larger share of the steps are averages
-RARE: Final = 0.1
 
 ADVICE: Final = (
     "look at the batch of this step; if the loss stays high, go back to an earlier checkpoint, skip some "
@@ -53,8 +53,8 @@ class LossSpike(BaseRule):
 
     If recent losses are positive, their logarithms must be far above their own past, too. One high loss may
     be that of a hard batch, so it has severity info. It is a warning if the loss stays high for 5 steps, on
-    average at twice its usual value; or at once if it is above all losses of the run, such as that of the
-    untrained model, and rises by half its usual value and 8 times as far as before.
+    average at twice its usual value; or at once if it is about as high as the highest loss of the
+    run, such as that of the untrained model, and rises by half its usual value and 8 times as far as before.
 
     Once the usual loss is below 5 % of its highest value, a spike below 25 % of that value has severity info.
     With ``weights=True``, so has a rise right after tensors without gradients have changed, which they rarely
@@ -69,7 +69,7 @@ class LossSpike(BaseRule):
     kept = (
         *("losses", "logs", "highest", "peak", "rise"),
         *("base", "first", "top", "sum", "since", "stayed", "is_meant"),
-        *("still", "compared", "copies", "copied"),
+        "copies",
     )
     _: KW_ONLY
     deviations: float = 8.0
@@ -83,12 +83,11 @@ class LossSpike(BaseRule):
         # while it is high: its usual value before, the first rise, the highest loss and the sum, its steps
         self.base, self.first, self.top, self.sum, self.since, self.stayed = 0.0, 0.0, 0.0, 0.0, 0, 0
         self.is_meant = False
-        # the sum of squares of the tensors without gradients, and when it changed
-        self.still, self.compared, self.copies, self.copied = math.nan, 0, 0, -2
+        self.copies = CopyHistory()
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's loss with the history."""
-        self._compare_copies(record)
+        self.copies.add(record)
         loss = record.loss
         if loss is None or not math.isfinite(loss):
             return []
@@ -102,7 +101,7 @@ class LossSpike(BaseRule):
         log_z = self.logs.score(math.log(loss), OF_USUAL)[0] if loss > 0 else math.inf
         is_spike = z > self.deviations and (log_z > self.deviations * IN_LOGS or min(self.losses.recent) <= 0)
         self._follow(record.step, loss, usual, is_spike=is_spike)
-        is_record, self.peak = loss > self.peak, max(self.peak, loss)
+        is_record, self.peak = loss > UNTRAINED * self.peak, max(self.peak, loss)
         if not self.stayed:
             self.rise = max(self.rise * FADES, loss - usual)
             return []
@@ -117,7 +116,7 @@ class LossSpike(BaseRule):
         ratio = f", {times(loss / self.base)} its usual" if self.base > 0 else ", usually"
         message = f"loss {loss:.4g}{ratio} {self.base:.4g}"
         if self.is_meant:
-            message += ", right after tensors without gradients were changed, such as a target network"
+            message += MEANT
         elif stays:
             message += f", and it has been high for {self.stayed} steps, since step {self.since}"
         limit = self.base + self.deviations * deviation
@@ -131,18 +130,8 @@ class LossSpike(BaseRule):
         if self.stayed:
             self.stayed, self.top, self.sum = self.stayed + 1, max(self.top, loss), self.sum + loss
         elif is_spike:
-            past = step - self.copied
             # what follows on its way down belongs to the same change
-            is_meant = past <= 1 or (self.is_meant and past <= LONGEST and loss <= self.top)
-            self.is_meant = is_meant and self.copies <= RARE * self.compared
+            lasts = LONGEST if self.is_meant and loss <= self.top else 1
+            self.is_meant = self.copies.changed_within(lasts, step)
             self.base, self.first, self.since, self.stayed = usual, loss - usual, step, 1
             self.top = self.sum = loss
-
-    def _compare_copies(self, record: StepRecord) -> None:
-        """Note whether tensors without gradients have changed since the step before."""
-        if not (record.has("weights") and record.has("grads")):
-            return
-        squares = float(record.value("sumsq", "weights")[~record.measured()].sum())
-        if self.compared and squares != self.still:
-            self.copies, self.copied = self.copies + 1, record.step
-        self.still, self.compared = squares, self.compared + 1
