@@ -10,6 +10,7 @@ from gradiometer.recorder.model_state import (
     Driver,
     LoopFacts,
     ModelState,
+    ModelValues,
     OptimizerState,
     gradient_framework,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "Kind",
     "LoopFacts",
     "ModelState",
+    "ModelValues",
     "OptimizerState",
     "Recorder",
     "Rows",

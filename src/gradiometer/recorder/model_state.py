@@ -124,6 +124,23 @@ class OptimizerState:
         return max(known) if known and len(known) == len(self.rates) else None
 
 
+@dataclass(frozen=True)
+class ModelValues:
+    """Values of a model that no table has, as they were in one step.
+
+    Attributes:
+        step: the step at whose end they were read.
+        nonfinite: the buffers with a NaN or Inf: name, ``"NaN"`` or ``"Inf"``, and the step in which it was
+            first seen.
+        least: the least element of each parameter that should stay positive, from its name, if it began so:
+            name, at the start, and now.
+    """
+
+    step: int = 0
+    nonfinite: tuple[tuple[str, str, int], ...] = ()
+    least: tuple[tuple[str, float, float], ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class ModelState:
     """The state of a model at the end of a step, which costs no wait for the device.
@@ -144,6 +161,7 @@ class ModelState:
         changed_gradients: see `LoopFacts`.
         has_master_updates: see `LoopFacts`.
         framework: whose buffers have the gradients, see `gradient_framework`; empty if ``p.grad`` has them.
+        values: values of buffers and parameters that no table has.
     """
 
     requires_grad: tuple[bool, ...]
@@ -158,6 +176,7 @@ class ModelState:
     changed_gradients: bool = False
     has_master_updates: bool = False
     framework: str = ""
+    values: ModelValues = field(default_factory=ModelValues)
 
 
 # attributes that a framework adds to parameters whose gradients are in its own buffers

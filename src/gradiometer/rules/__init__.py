@@ -32,12 +32,14 @@ from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
 from gradiometer.rules.replicas import ReplicaDivergence
 from gradiometer.rules.stuck import Stuck
+from gradiometer.rules.values import CrossedZero, NonFiniteBuffer
 
 __all__ = [
     "Accumulating",
     "ChangedGradients",
     "ChangedOutside",
     "CollapsingRouter",
+    "CrossedZero",
     "Dead",
     "DeadUnits",
     "EvalMode",
@@ -55,6 +57,7 @@ __all__ = [
     "NoGradientFlow",
     "NoGradients",
     "NonFinite",
+    "NonFiniteBuffer",
     "NormHistory",
     "NormSpike",
     "NotUpdated",

@@ -19,6 +19,7 @@ from gradiometer.rules.outside import ChangedOutside
 from gradiometer.rules.ratios import UpdateRatio
 from gradiometer.rules.replicas import ReplicaDivergence
 from gradiometer.rules.stuck import Stuck
+from gradiometer.rules.values import CrossedZero, NonFiniteBuffer
 
 if TYPE_CHECKING:
     from gradiometer.rules.protocol import Rule
@@ -29,6 +30,8 @@ def default_rules() -> list[Rule]:
     norms = NormHistory()
     return [
         NonFinite(),
+        NonFiniteBuffer(),
+        CrossedZero(),
         ReplicaDivergence(),
         ChangedOutside(),
         LearningRate(),
