@@ -31,6 +31,7 @@ from gradiometer.rules.outside import ChangedOutside
 from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
 from gradiometer.rules.replicas import ReplicaDivergence
+from gradiometer.rules.rows import UnusedRows
 from gradiometer.rules.stuck import Stuck
 from gradiometer.rules.values import CrossedZero, NonFiniteBuffer
 
@@ -66,6 +67,7 @@ __all__ = [
     "Severity",
     "Stuck",
     "Untied",
+    "UnusedRows",
     "UpdateRatio",
     "UpdateSpike",
     "Vanishing",

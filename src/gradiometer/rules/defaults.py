@@ -18,6 +18,7 @@ from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
 from gradiometer.rules.outside import ChangedOutside
 from gradiometer.rules.ratios import UpdateRatio
 from gradiometer.rules.replicas import ReplicaDivergence
+from gradiometer.rules.rows import UnusedRows
 from gradiometer.rules.stuck import Stuck
 from gradiometer.rules.values import CrossedZero, NonFiniteBuffer
 
@@ -55,4 +56,5 @@ def default_rules() -> list[Rule]:
         CollapsingRouter(),
         LayerImbalance(norms=norms),
         UpdateRatio(),
+        UnusedRows(),
     ]

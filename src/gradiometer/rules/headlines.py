@@ -24,6 +24,7 @@ _ORDER: Final = (
     "norm_spike", "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units",
     "vanishing", "dead", "update_ratio", "imbalance", "changed_gradients",
     "nonfinite_buffer",
+    "unused_rows",
 )  # fmt: skip
 # what follows when training leaves its course
 _DIVERGED: Final = frozenset({
