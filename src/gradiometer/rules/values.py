@@ -34,13 +34,19 @@ class NonFiniteBuffer(BaseRule):
     """
 
     name = "nonfinite_buffer"
-    kept = ()
+    kept = ("named",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # the first ones, which are named again as long as they are not finite
+        self.named: list[str] = []
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return a finding for the first buffers that are not finite."""
         found = () if record.model is None else record.model.values.nonfinite
         findings: list[Finding] = []
-        for name, kind, since in found[:_MOST]:
+        self.named += [name for name, *_ in found if name not in self.named][: _MOST - len(self.named)]
+        for name, kind, since in [one for one in found if one[0] in self.named]:
             more = f", and {len(found) - 1} more buffers do" if len(found) > 1 and not findings else ""
             what = "the output in evaluation mode" if "running_" in name else "what is computed from it"
             text = (
