@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradiometer.inputs import is_dtensor, named_parameters, without_wrappers
 from gradiometer.monitor.optimizer_reader import OptimizerReader
+from gradiometer.monitor.value_reader import ValueReader
 from gradiometer.recorder import Driver, ModelState, gradient_framework
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class ModelReader:
         self._noted: tuple[list[bool], OptimizerState | None] | None = None
         self._has_looked = False
         self._reads = 0
+        self._values = ValueReader(self._modules, recorder)
         self._gradient: tuple[Callable[[], Tensor | None], int] = (_nothing, 0)
         self.set_driver(Driver())
 
@@ -60,9 +62,10 @@ class ModelReader:
             self._own = [own.get(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
         self._framework = gradient_framework(self._own)
         self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
+        self._ties = tuple([(a.name, b.name) for a, b in self._tied])
         self._optimizers = OptimizerReader(driver.optimizers, self._parameters)
 
-    def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False) -> ModelState:
+    def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False, step: int = 0) -> ModelState:
         """Return the state of the model; the same object if nothing has changed.
 
         ``afresh``: look at everything; otherwise only at what takes no time.
@@ -78,6 +81,8 @@ class ModelReader:
         untied = tuple([(a.name, b.name) for a, b in self._tied if a.parameter is not b.parameter])
         quick: dict[str, Any] = {
             "untied": untied,
+            "tied": self._ties,
+            "values": self._values.read(step, afresh=afresh),
             "grad_writes": self._grad_writes(optimizers),
             "has_loss_scale": has_loss_scale,
             "driver": self._driver,
@@ -118,6 +123,7 @@ class ModelReader:
     def release(self) -> None:
         """Forget the model and its optimizers."""
         self._modules.clear()
+        self._values.release()
         self.set_driver(Driver())
 
     def _evaluating(self, modes: list[bool]) -> str:

@@ -250,8 +250,9 @@ class Monitor(MonitoredRun):
             self._next_check = now + _PARAMETER_CHECK
             remember_handlers()
             self._failures.attempt("parameters", self._parameter_check)
+        scaled = self._has_loss_scale
         state = self._failures.attempt(
-            "model", self._model_reader.read, loss, afresh=is_due, has_loss_scale=self._has_loss_scale
+            "model", self._model_reader.read, loss, afresh=is_due, has_loss_scale=scaled, step=self.step
         )
         self._current.commit(state)
 

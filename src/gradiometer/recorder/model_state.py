@@ -159,6 +159,23 @@ class OptimizerState:
         return max(known) if known and len(known) == len(self.rates) else None
 
 
+@dataclass(frozen=True)
+class ModelValues:
+    """Values of a model that no table has, as they were in one step.
+
+    Attributes:
+        step: the step at whose end they were read.
+        nonfinite: the buffers with a NaN or Inf: name, ``"NaN"`` or ``"Inf"``, and the step in which it was
+            first seen.
+        least: the least element of each parameter that should stay positive, from its name, if it began so:
+            name, at the start, and now.
+    """
+
+    step: int = 0
+    nonfinite: tuple[tuple[str, str, int], ...] = ()
+    least: tuple[tuple[str, float, float], ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class ModelState:
     """The state of a model at the end of a step, which costs no wait for the device.
@@ -170,6 +187,7 @@ class ModelState:
         evaluating: the layers that behave differently in evaluation mode, if the model is in that mode, such
             as ``"2 BatchNorm2d, 1 Dropout"``; empty in training mode.
         untied: pairs of names that were one parameter when the monitor was created, and are two now.
+        tied: all such pairs, the name in the catalog first.
         grad_writes: how often the first gradient was written in place since the end of the step before: once,
             if one ``backward()`` has added to it and nothing has cleared it. 0 if it is another tensor now.
         has_loss_scale: whether gradients have a loss scale: ``record`` was called with ``inv_scale``.
@@ -179,12 +197,14 @@ class ModelState:
         has_master_updates: see `LoopFacts`.
         order: see `StepOrder`.
         framework: whose buffers have the gradients, see `gradient_framework`; empty if ``p.grad`` has them.
+        values: values of buffers and parameters that no table has.
     """
 
     requires_grad: tuple[bool, ...]
     reached: bool | None = None
     evaluating: str = ""
     untied: tuple[tuple[str, str], ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
     grad_writes: int = 0
     has_loss_scale: bool = False
     driver: str = "loop"
@@ -193,6 +213,7 @@ class ModelState:
     has_master_updates: bool = False
     order: StepOrder = _UNKNOWN
     framework: str = ""
+    values: ModelValues = field(default_factory=ModelValues)
 
 
 # attributes that a framework adds to parameters whose gradients are in its own buffers

@@ -31,13 +31,16 @@ from gradiometer.rules.outside import ChangedOutside
 from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
 from gradiometer.rules.replicas import ReplicaDivergence
+from gradiometer.rules.rows import UnusedRows
 from gradiometer.rules.stuck import Stuck
+from gradiometer.rules.values import CrossedZero, NonFiniteBuffer
 
 __all__ = [
     "Accumulating",
     "ChangedGradients",
     "ChangedOutside",
     "CollapsingRouter",
+    "CrossedZero",
     "Dead",
     "DeadUnits",
     "EvalMode",
@@ -56,6 +59,7 @@ __all__ = [
     "NoGradientFlow",
     "NoGradients",
     "NonFinite",
+    "NonFiniteBuffer",
     "NormHistory",
     "NormSpike",
     "NotUpdated",
@@ -64,6 +68,7 @@ __all__ = [
     "Severity",
     "Stuck",
     "Untied",
+    "UnusedRows",
     "UpdateRatio",
     "UpdateSpike",
     "Vanishing",

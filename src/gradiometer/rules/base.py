@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradiometer.recorder import label
 from gradiometer.rules.finding import Finding, Severity, times
-from gradiometer.rules.history import FLOOR, History, NormHistory, SpikeHistory, is_names
+from gradiometer.rules.history import FLOOR, CopyHistory, History, NormHistory, SpikeHistory, is_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradiometer.recorder import Rows, StepRecord
 
 
-_HISTORIES = (History, NormHistory, SpikeHistory)
+_HISTORIES = (CopyHistory, History, NormHistory, SpikeHistory)
 # maximum number of tensors that one rule names in one step
 MOST = 5
 # the kinds that show how weights change, the exact one first

@@ -18,7 +18,9 @@ from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
 from gradiometer.rules.outside import ChangedOutside
 from gradiometer.rules.ratios import UpdateRatio
 from gradiometer.rules.replicas import ReplicaDivergence
+from gradiometer.rules.rows import UnusedRows
 from gradiometer.rules.stuck import Stuck
+from gradiometer.rules.values import CrossedZero, NonFiniteBuffer
 
 if TYPE_CHECKING:
     from gradiometer.rules.protocol import Rule
@@ -29,6 +31,8 @@ def default_rules() -> list[Rule]:
     norms = NormHistory()
     return [
         NonFinite(),
+        NonFiniteBuffer(),
+        CrossedZero(),
         ReplicaDivergence(),
         ChangedOutside(),
         LearningRate(),
@@ -53,4 +57,5 @@ def default_rules() -> list[Rule]:
         CollapsingRouter(),
         LayerImbalance(norms=norms),
         UpdateRatio(),
+        UnusedRows(),
     ]

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
     "loop_order",
+    "crossed_zero",
     "eval_mode", "untied", "initialization", "learning_rate", "changed_outside", "replica_divergence",
     "nonfinite", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow", "loss_spike",
     "norm_spike", "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units",
     "vanishing", "dead", "update_ratio", "imbalance", "changed_gradients",
+    "nonfinite_buffer",
+    "unused_rows",
 )  # fmt: skip
 # what follows when training leaves its course
 _DIVERGED: Final = frozenset({
@@ -41,7 +44,9 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "initialization": _DIVERGED | {"initialization"},
     "learning_rate": _DIVERGED | _NOT_LEARNING,
     "changed_outside": _DIVERGED,
-    "nonfinite": _DIVERGED | _STOPPED | {"no_gradients"},
+    "nonfinite": _DIVERGED | _STOPPED | {"no_gradients"} | {"nonfinite_buffer"},
+    "nonfinite_buffer": frozenset({"nonfinite"}),
+    "crossed_zero": _DIVERGED,
     "no_gradients": _STOPPED | {"initialization"},
     "accumulating": _DIVERGED,
     # an optimizer of other parameters does not clear these gradients either
@@ -64,7 +69,7 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
 }
 # causes that make the whole model diverge, wherever they are, if they are problems
 _SPREADS: Final = frozenset(
-    {"changed_outside", "initialization", "exploding", "update_ratio", "growing_logits"}
+    {"changed_outside", "crossed_zero", "initialization", "exploding", "update_ratio", "growing_logits"}
 )
 # pairs of rules that are related wherever their tensors are
 _ANYWHERE: Final = frozenset({("not_updated", "accumulating"), ("collapsing_router", "collapsing_router")})

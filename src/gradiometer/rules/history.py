@@ -39,6 +39,11 @@ WINDOW = 128
 # for logarithms: a nearly constant norm is assumed to vary by a fifth
 FLOOR = 0.2
 
+# tensors without gradients that change in a larger share of the steps are averages
+_RARE = 0.1
+# of a rise that such a change explains
+MEANT = ", right after tensors without gradients were changed, such as a target network"
+
 # sqrt(pi / 2): the standard deviation of a normal distribution, divided by its mean absolute deviation
 _NORMAL = 1.2533
 _CLIP = 4.0
@@ -189,6 +194,45 @@ class SpikeHistory:
         """Restore a history; raise ValueError as `check_state` does."""
         self.check_state(state)
         self.recent, self.count, self.rise = list(state["recent"]), state["count"], state["rise"]
+
+
+class CopyHistory:
+    """When tensors without gradients have changed, such as a target network that is updated now and then.
+
+    Tensors that change in more than a tenth of the steps are moving averages. It needs the weights.
+    """
+
+    def __init__(self) -> None:
+        self._squares, self._step = math.nan, 0
+        self.compared = self.changes = 0
+
+    def add(self, record: StepRecord) -> None:
+        """Compare these tensors with those of the step before."""
+        if not (record.has("weights") and record.has("grads")):
+            return
+        squares = float(record.value("sumsq", "weights")[~record.measured()].sum())
+        if self.compared and squares != self._squares:
+            self.changes, self._step = self.changes + 1, record.step
+        self._squares, self.compared = squares, self.compared + 1
+
+    def changed_within(self, steps: int, step: int) -> bool:
+        """Return whether they changed in a step or up to so many steps before, which they rarely do."""
+        return 0 < self.changes <= _RARE * self.compared and step - self._step <= steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last sum of squares, when it changed, and the number of steps and changes."""
+        return {"at": [self._squares, self._step], "counts": [self.compared, self.changes]}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError unless the state is one of `state_dict`."""
+        numbers = [*state["at"], *state["counts"]]
+        if [type(x) for x in numbers] != [float, int, int, int]:
+            raise ValueError("expected a float and a step, and two counts")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a history; raise ValueError as `check_state` does."""
+        self.check_state(state)
+        (self._squares, self._step), (self.compared, self.changes) = state["at"], state["counts"]
 
 
 class Norms(NamedTuple):

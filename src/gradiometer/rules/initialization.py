@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -15,7 +17,7 @@ from gradiometer.rules.history import is_names
 from gradiometer.rules.known import optimizers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -36,6 +38,10 @@ ZERO: Final = (
 TIE: Final = (
     "if they are meant to be one weight, assign the same Parameter to both modules (head.weight = "
     "embedding.weight), after the model has been moved, loaded or wrapped; equal values are not enough"
+)
+KEEP_TIE: Final = (
+    "train the copies as one parameter (in PEFT, ensure_weight_tying=True), or leave one of the modules out "
+    "of modules_to_save, and save the model without tied weights"
 )
 TRAIN: Final = "call model.train() before the training steps, and again after each evaluation"
 
@@ -164,13 +170,15 @@ class Untied(WholeRule):
     A parameter that belonged to two modules when the monitor was created, and to one of them now, is
     reported at once. With ``weights=True``, so are two matrices of one shape whose values are equal
     in the first recorded step, and no longer later, while both get gradients: an assignment of values does
-    not tie weights. Layers that are copies by design are left out: those whose names differ only in numbers,
-    or end alike, as in a teacher and a student; and, with `gradiometer.watch` and trainers, those of which no
-    optimizer holds one, such as a target network.
+    not tie weights. Of three and more equal matrices, two must get gradients. Two trained copies of a tied
+    weight, one in place of each of its modules, are reported as well; and, with severity info, one trained
+    copy of a tied weight that is frozen. Layers that are copies by design are left out: those whose names
+    differ only in numbers, or end alike, as in a teacher and a student; and, with `gradiometer.watch` and
+    trainers, those of which no optimizer holds one, such as a target network.
     """
 
     name = "untied"
-    kept = (*WholeRule.kept, "count", "pairs", "reported")
+    kept = (*WholeRule.kept, "count", "pairs", "origins", "reported")
 
     def restart(self, size: int) -> None:
         """Start a new history."""
@@ -178,6 +186,8 @@ class Untied(WholeRule):
         self.count = 0
         # names, first and second of each pair in turn
         self.pairs: list[str] = []
+        # of each pair, the names of the tied weight that both are copies of
+        self.origins: list[str] = []
         self.reported: list[str] = []
 
     def examine(self, record: StepRecord) -> Iterable[Finding]:
@@ -192,12 +202,24 @@ class Untied(WholeRule):
             return found
         self.count += 1
         columns, index = record.columns("weights"), record.catalog.parameters.index
-        if self.count == 1:
-            self.pairs = self._copies(record, columns)
         learns = record.measured()
         optimizers = optimizers_of(record)
         if optimizers is not None:
             learns = learns & (optimizers.held | optimizers.keeps_small_updates)
+        groups = self._equal(record, columns) if self.count == 1 else []
+        for group in groups:
+            trained = [name for name in group if learns[index[name]]]
+            origin = _origin(record, group, trained)
+            if origin and len(trained) == 1:
+                text = (
+                    f"{trained[0]} is a copy of {' and '.join(origin)}, one weight that is frozen: they are "
+                )
+                text += "not tied any more, and a checkpoint of a tied model keeps only one of them"
+                found.append(self._about(record, trained[0], text, KEEP_TIE, Severity.INFO))
+            pair = group if len(group) == 2 else trained
+            if len(pair) == 2 and (origin or _differ(*pair)):
+                self.pairs += pair
+                self.origins.append(" and ".join(origin))
         for first, second in list(zip(self.pairs[::2], self.pairs[1::2], strict=True)):
             # a target network, an average of other weights and a frozen copy are meant to part
             if not (learns[index[first]] and learns[index[second]]):
@@ -206,10 +228,14 @@ class Untied(WholeRule):
                 place = self.pairs.index(first)
                 del self.pairs[place : place + 2]
                 text = f"{first} and {second} had equal values at the start, and differ now: "
-                found.append(self._about(record, second, f"{text}they are copies, not tied weights"))
+                text += "they are copies, not tied weights"
+                tied = self.origins.pop(place // 2)
+                if tied:
+                    text += f", though both are copies of one weight, {tied}"
+                found.append(self._about(record, second, text, KEEP_TIE if tied else TIE))
         return found
 
-    def _copies(self, record: StepRecord, columns: Tensor) -> list[str]:
+    def _equal(self, record: StepRecord, columns: Tensor) -> list[list[str]]:
         rows = record.catalog.rows("weights")
         numel, squares, total = [record.value(name, "weights") for name in ("numel", "sumsq", "sum")]
         # equal sums of unequal elements: a matrix of one value, such as 0, is not a copy
@@ -218,19 +244,42 @@ class Untied(WholeRule):
         for place, row in enumerate(columns.tolist()):
             if len(rows.shapes[place]) >= 2 and varied[place]:
                 groups.setdefault((rows.shapes[place], *row), []).append(place)
-        pairs = [group for group in groups.values() if len(group) == 2]
-        named = [(rows.names[first], rows.names[second]) for first, second in pairs]
-        return [name for pair in named if _differ(*pair) for name in pair]
+        return [[rows.names[place] for place in group] for group in groups.values() if len(group) > 1]
 
-    def _about(self, record: StepRecord, name: str, text: str) -> Finding:
+    def _about(
+        self, record: StepRecord, name: str, text: str, advice: str = TIE, severity: Severity | None = None
+    ) -> Finding:
         known = name if name in record.catalog.parameters.index else None
-        return self.finding(record, record.step, known, 1.0, 0.0, text, TIE, self.severity, "weights")
+        severity = self.severity if severity is None else min(self.severity, severity)
+        return self.finding(record, record.step, known, 1.0, 0.0, text, advice, severity, "weights")
 
     def check_value(self, key: str, value: Any) -> None:
         """Raise an error unless the value can replace the attribute ``key``."""
         super().check_value(key, value)
         if key == "pairs" and (not is_names(value) or len(value) % 2):
             raise ValueError("expected a list of pairs of names")
+
+
+def _origin(record: StepRecord, group: Sequence[str], trained: Sequence[str]) -> list[str]:
+    """Return the names of a tied weight that is not trained, if these are copies in place of its modules."""
+    ties: dict[str, list[str]] = {}
+    for first, second in () if record.model is None else record.model.tied:
+        ties.setdefault(first, [first]).append(second)
+    for name in group:
+        names = ties.get(name, [])
+        if names and name not in trained and not any(copy in ties for copy in trained):
+            places = {max(names, key=partial(_common, copy)) for copy in trained}
+            if len(places) == len(trained) and all(
+                max(map(partial(_common, copy), names)) for copy in trained
+            ):
+                return names
+    return []
+
+
+def _common(first: str, second: str) -> int:
+    """Return the number of modules that two tensors have in common, from the outermost on."""
+    pairs = zip(first.split(".")[:-1], second.split(".")[:-1], strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _differ(first: str, second: str) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from gradiometer.columns import Flag
 from gradiometer.rules.base import LastingRule, Observation, SpikeRule, TensorRule
 from gradiometer.rules.finding import Finding, Severity, times
-from gradiometer.rules.history import NormHistory
+from gradiometer.rules.history import MEANT, CopyHistory, NormHistory
 from gradiometer.rules.known import if_summed
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # a norm above the threshold has severity info, unless it is more than this many times its usual level
 RISING: Final = 10.0
+# steps after the update of a target network in which the norm may be high
+WINDOW_OF_COPIES: Final = 5
 # a tensor below its threshold vanishes only if the total norm is this many times as large
 CONTRAST: Final = 1e4
 # and whatever its threshold, if the total norm is this many times as large
@@ -175,7 +177,7 @@ class Vanishing(LastingRule):
 
 @dataclass(eq=False, repr=False)
 class NormSpike(SpikeRule):
-    """A total gradient norm far above its recent past.
+    """A total gradient norm far above its recent past; info right after a target network was updated.
 
     OLMo-core skips a step at 6 standard deviations or more; the spike score of OLMo 2 (arXiv:2501.00656,
     section 3.2) counts steps at 7 or more.
@@ -186,13 +188,20 @@ class NormSpike(SpikeRule):
     """
 
     name = "norm_spike"
+    kept = (*SpikeRule.kept, "copies")
+    copies: CopyHistory = field(default_factory=CopyHistory, init=False)
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's total norm with the history."""
+        self.copies.add(record)
         if not record.has("grads") or record.total("n_nonfinite"):
             return []
         spike = self.spike(record, "grads", "total gradient norm", record.value("sumsq"))
         if spike is None:
             return []
         total, _, limit, text = spike
-        return [self.finding(record, record.step, None, total, limit, text, LOWER_LR + if_summed(record))]
+        is_meant = self.copies.changed_within(WINDOW_OF_COPIES, record.step)
+        severity = min(self.severity, Severity.INFO) if is_meant else self.severity
+        text += MEANT if is_meant else ""
+        advice = LOWER_LR + if_summed(record)
+        return [self.finding(record, record.step, None, total, limit, text, advice, severity)]
