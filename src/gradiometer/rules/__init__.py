@@ -23,15 +23,19 @@ from gradiometer.rules.ledger import Ledger
 from gradiometer.rules.listing import first_of, table_of
 from gradiometer.rules.loop_order import ChangedGradients
 from gradiometer.rules.loss import LossSpike
+from gradiometer.rules.moments import MisplacedMoments
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.not_updated import NotUpdated
 from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
 from gradiometer.rules.outside import ChangedOutside
+from gradiometer.rules.param_groups import DecayedNorms, GroupRates
 from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
+from gradiometer.rules.registered import NotRegistered
 from gradiometer.rules.replicas import ReplicaDivergence
 from gradiometer.rules.stuck import Stuck
+from gradiometer.rules.update_bound import UpdateBound
 
 __all__ = [
     "Accumulating",
@@ -40,10 +44,12 @@ __all__ = [
     "CollapsingRouter",
     "Dead",
     "DeadUnits",
+    "DecayedNorms",
     "EvalMode",
     "Exploding",
     "Fault",
     "Finding",
+    "GroupRates",
     "GroupRatio",
     "GrowingLogits",
     "Headline",
@@ -52,17 +58,20 @@ __all__ = [
     "LearningRate",
     "Ledger",
     "LossSpike",
+    "MisplacedMoments",
     "NoGradientFlow",
     "NoGradients",
     "NonFinite",
     "NormHistory",
     "NormSpike",
+    "NotRegistered",
     "NotUpdated",
     "ReplicaDivergence",
     "Rule",
     "Severity",
     "Stuck",
     "Untied",
+    "UpdateBound",
     "UpdateRatio",
     "UpdateSpike",
     "Vanishing",

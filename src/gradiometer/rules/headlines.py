@@ -18,10 +18,15 @@ if TYPE_CHECKING:
 
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
-    "eval_mode", "untied", "initialization", "learning_rate", "changed_outside", "replica_divergence",
+    "eval_mode", "untied", "initialization", "not_registered",
+    "misplaced_moments",
+    "update_bound",
+    "learning_rate", "changed_outside", "replica_divergence",
     "nonfinite", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow", "loss_spike",
     "norm_spike", "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units",
     "vanishing", "dead", "update_ratio", "imbalance", "changed_gradients",
+    "group_lr",
+    "decayed_norms",
 )  # fmt: skip
 # what follows when training leaves its course
 _DIVERGED: Final = frozenset({
@@ -39,6 +44,10 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "initialization": _DIVERGED | {"initialization"},
     "learning_rate": _DIVERGED | _NOT_LEARNING,
     "changed_outside": _DIVERGED,
+    "update_bound": _DIVERGED,
+    "misplaced_moments": _DIVERGED,
+    # a group that learns slowly has small updates
+    "group_lr": _NOT_LEARNING,
     "nonfinite": _DIVERGED | _STOPPED | {"no_gradients"},
     "no_gradients": _STOPPED | {"initialization"},
     "accumulating": _DIVERGED,
@@ -62,7 +71,16 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
 }
 # causes that make the whole model diverge, wherever they are, if they are problems
 _SPREADS: Final = frozenset(
-    {"changed_outside", "initialization", "exploding", "update_ratio", "growing_logits"}
+    {
+        "changed_outside",
+        "update_bound",
+        "misplaced_moments",
+        "group_lr",
+        "initialization",
+        "exploding",
+        "update_ratio",
+        "growing_logits",
+    }
 )
 # pairs of rules that are related wherever their tensors are
 _ANYWHERE: Final = frozenset({("not_updated", "accumulating"), ("collapsing_router", "collapsing_router")})
