@@ -85,7 +85,9 @@ def test_a_change_between_two_steps_is_no_part_of_an_update(change, optimizer):
     (finding,) = monitor.findings
     assert (finding.rule, finding.severity, finding.first_step) == ("changed_outside", Severity.WARNING, 30)
     if change is loaded:
-        text = "q (2 tensors): something other than optimizer.step() has changed these weights between steps 29 "
+        text = (
+            "q (2 tensors): something other than optimizer.step() has changed these weights between steps 29 "
+        )
         assert finding.message == text + "and 30, all by the factor 0.9"
     else:
         assert finding.tensor == "q.weight"

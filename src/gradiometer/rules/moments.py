@@ -36,8 +36,8 @@ RISEN: Final = 2.0
 # The fall is that of the gradients' usual logarithms: this part of it at least, this at most, and at least
 # this part of 2.5: after 24 steps a first moment that is too large has fallen to 0.9**24.
 LEAST, MOST, DECAYED = 0.5, 1.3, 2.5
-# standard deviations of a single step's value that it must differ by
-DEVIATIONS: Final = 4.0
+# standard deviations of a single step's value that it must differ by; they contain the drift of a young run
+DEVIATIONS: Final = 2.0
 # the name of the kind of Adam's second moments, and how far their sum may leave its bounds
 SECOND: Final = "exp_avg_sq"
 SLACK: Final = 1.5
@@ -81,7 +81,7 @@ class MisplacedMoments(WholeRule):
     kinds: ClassVar[tuple[str, ...]] = ("grads",)
     kept = (
         *(*WholeRule.kept, "speeds", "levels", "resumed", "count", "after"),
-        *("moments", "moments_step", "squares"),
+        *("moments", "moments_step", "squares", "summed"),
     )
 
     def restart(self, size: int) -> None:
@@ -95,7 +95,8 @@ class MisplacedMoments(WholeRule):
         self.after = torch.zeros(size, dtype=torch.float64, device="cpu")
         # sums of second moments when they were recorded last, and of the squares of gradients since then
         self.moments, self.squares = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
-        self.moments_step = -1
+        # the last such step, and the number of recorded steps since then
+        self.moments_step, self.summed = -1, 0
         self._is_restored = False
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -119,7 +120,7 @@ class MisplacedMoments(WholeRule):
                 self.after = torch.zeros_like(self.after)
         squares = record.value("sumsq")
         level = squares.log() / 2
-        self.squares = self.squares + squares
+        self.squares, self.summed = self.squares + squares, self.summed + 1
         found = self._by_moments(record) if SECOND in record.tables else None
         if found is None and record.has("updates") and not record.skipped:
             speed = record.value("sumsq", "updates").log() / 2 - _rates(record).log() - level
@@ -182,9 +183,11 @@ class MisplacedMoments(WholeRule):
         if table.rows.names != record.names() or known is None or not known.options:
             return None
         moments, before = table.value("sum"), self.moments
-        last, squares = self.moments_step, self.squares
+        last = self.moments_step
+        # as if steps that were not recorded had the same gradients
+        squares = self.squares * max((record.step - last) / self.summed, 1.0)
         self.moments, self.moments_step = moments, record.step
-        self.squares = torch.zeros_like(squares)
+        self.squares, self.summed = torch.zeros_like(squares), 0
         if self.resumed < 0 or last < 0 or record.step <= last:
             return [] if self.resumed < 0 else None
         beta = [known.options[x].get("beta2", math.nan) if x >= 0 else math.nan for x in known.groups]

@@ -12,7 +12,7 @@ import torch
 from gradiometer.rules.base import BaseRule, SpikeRule, WholeRule
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import FLOOR, SpikeHistory
-from gradiometer.rules.known import by_optimizers, optimizers_of
+from gradiometer.rules.known import by_optimizers, driver_of, optimizers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -242,8 +242,8 @@ class UpdateSpike(SpikeRule):
     gradients: SpikeHistory = field(default_factory=SpikeHistory, init=False)
     # of the first update: its norm, divided by the learning rate; that divided by the gradient's norm, and by
     # the weights'; the largest two of the first that followed, with their number
-    first: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64), init=False)
-    following: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64), init=False)
+    first: Tensor = field(default_factory=lambda: _zeros(3), init=False)
+    following: Tensor = field(default_factory=lambda: _zeros(3), init=False)
     first_step: int = field(default=-1, init=False)
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
@@ -258,7 +258,10 @@ class UpdateSpike(SpikeRule):
         if rate == 0.0 and known is not None:
             # that of the first group
             rate = known.highest_rate or rate
-        begun = self._begin(record, math.sqrt(float(squares.sum())), rate, total)
+        begun = []
+        if driver_of(record) != "loop":
+            # in your own loop, what changed the weights before the first step may be a part of its update
+            begun = self._begin(record, math.sqrt(float(squares.sum())), rate, total)
         spike = self.spike(record, "updates", "the update's norm is", squares, rate)
         if spike is None:
             return begun
@@ -284,13 +287,13 @@ class UpdateSpike(SpikeRule):
         share = float(self.first[2])
         if self.following[2] < FOLLOWING or not (ratio > FIRST and share > LARGE):
             return []
-        text = (
-            f"the first update, at step {self.first_step}, moved the weights by {share:.2g} of their norm, "
-        )
-        text += (
-            f"{times(ratio)} the updates that follow: something else than this step's gradient was written"
-        )
+        text = f"the first update, at step {self.first_step}, moved the weights by {share:.2g} of their "
+        text += f"norm, {times(ratio)} the updates that follow: it wrote more than this step's gradient"
         return [self.finding(record, self.first_step, None, ratio, FIRST, text, MASTERS, kind="updates")]
+
+
+def _zeros(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.float64, device="cpu")
 
 
 def _any_learn(record: StepRecord) -> bool:

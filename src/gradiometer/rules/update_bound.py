@@ -79,7 +79,8 @@ class UpdateBound(WholeRule):
         """Find the rounding of each dtype; NaN for those whose second moments may underflow."""
         eps = [_EPS.get(dtype, math.nan) for dtype in rows.dtypes]
         self._eps = torch.tensor(eps, dtype=torch.float64, device="cpu")
-        self._roots = torch.tensor([math.prod(x) for x in rows.shapes], dtype=torch.float64).sqrt()
+        sizes = [math.prod(shape) for shape in rows.shapes]
+        self._roots = torch.tensor(sizes, dtype=torch.float64, device="cpu").sqrt()
 
     def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's updates with the bound."""
@@ -141,8 +142,10 @@ class UpdateBound(WholeRule):
         """Return how far SGD may move each tensor, ``(N,)``; NaN if that is not known."""
         momentum = facts["momentum"]
         steepness = record.value("finite_norm") + facts["decay"] * weights
+        # gradients that were cleared too early are not those of the update
+        steepness = torch.where(record.measured() & bool(record.total("abs_max")), steepness, torch.nan)
         kept = torch.where(momentum > 0, self.steepest, 0.0) if follows else torch.zeros_like(steepness)
-        self.steepest = torch.where(momentum.isfinite(), kept.fmax(steepness), 0.0)
+        self.steepest = torch.where(momentum.isfinite(), torch.maximum(kept, steepness), 0.0)
         rest = 1.0 / (1.0 - momentum)
         # steps that were not recorded may have had larger gradients
         is_known = (momentum == 0) | (self.count > FORGOTTEN * rest)
