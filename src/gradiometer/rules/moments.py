@@ -38,6 +38,9 @@ RISEN: Final = 2.0
 LEAST, MOST, DECAYED = 0.5, 1.3, 2.5
 # standard deviations of a single step's value that it must differ by; they contain the drift of a young run
 DEVIATIONS: Final = 2.0
+# The first update of Adam and RMSprop is a multiple of the sign of the gradient, so the ratio of the mean
+# square of its elements to the largest square is 1, or less by the elements without a gradient; 1/9 is usual.
+SIGN: Final = 0.8
 # the name of the kind of Adam's second moments, and how far their sum may leave its bounds
 SECOND: Final = "exp_avg_sq"
 SLACK: Final = 1.5
@@ -128,6 +131,8 @@ class MisplacedMoments(WholeRule):
             if self.resumed < 0:
                 self.speeds.score(speed)
                 self.levels.score(level)
+            elif self.count == 0 and _is_new_state(record):
+                self._forget()
             else:
                 found = self._by_updates(speed)
         if not found:
@@ -146,11 +151,14 @@ class MisplacedMoments(WholeRule):
         enough &= change.abs() > DEVIATIONS * self.speeds.deviation
         found = self._pairs(change, self.levels.mean, enough)
         if not found:
-            self.resumed = -1
-            # a new normal
-            self.speeds.restart(len(speed))
-            self.levels.restart(len(speed))
+            self._forget()
         return found
+
+    def _forget(self) -> None:
+        """Wait for the next resume, with a new history."""
+        self.resumed = -1
+        self.speeds.restart(len(self.after))
+        self.levels.restart(len(self.after))
 
     def _pairs(self, change: Tensor, level: Tensor, enough: Tensor) -> list[_Pair]:
         """Return the tensors whose updates changed as if they had the second moments of another one."""
@@ -224,6 +232,13 @@ class MisplacedMoments(WholeRule):
         text += f"{times(math.exp(risen.change))} more"
         value = math.exp(abs(worst.change))
         return self.finding(record, since, names[worst.tensor], value, FALLEN, text, ADVICE, kind="updates")
+
+
+def _is_new_state(record: StepRecord) -> bool:
+    """Return whether the elements of an update have one magnitude, as in the first step of a new state."""
+    squares, size = record.value("sumsq", "updates"), record.value("numel", "updates")
+    alike = squares / (size * record.value("abs_max", "updates").square())
+    return bool(alike[size > 1].nanmedian() > SIGN)
 
 
 def _rates(record: StepRecord) -> Tensor:

@@ -140,14 +140,10 @@ class ChangedOutside(TensorRule):
         elif bool((ratio / middle - 1.0).abs().max() < ALIKE):
             text += f"all by the factor {middle:.4g}"
         elif len(places) >= SEVERAL and (ratio < 1.0).double().mean() > NEARLY_ALL and middle > SLIGHTLY:
-            text += (
-                f"the norms of nearly all are smaller, by {1.0 - middle:.2g} of them in the median, as if "
-            )
-            text += "averaged weights had taken their place"
+            text += f"nearly all norms are smaller, by {1.0 - middle:.2%} in the median, as if averaged "
+            text += "weights had taken their place"
         else:
-            text += (
-                f"their norms by {float((ratio - 1.0).abs().median()):.2g} of them in the median, that of "
-            )
+            text += f"their norms by {float((ratio - 1.0).abs().median()):.2%} in the median, that of "
             text += f"{names[worst]} from {float(were[worst]):.4g} to {float(norms[worst]):.4g}"
         value = float((norms[worst] - were[worst]).abs() / were[worst].clamp(min=1e-300))
         first = None if len(places) > 1 and len(places) == len(names) else names[worst]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # between the groups of 3D Gaussian splatting (Kerbl et al. 2023, arXiv:2308.04079). 10 times more is left.
 FAR: Final = 1e3
 VERY_FAR: Final = 1e4
-# a rate that stays, while a scheduler changes that of others by this factor
+# a rate that stays, while a scheduler divides that of others by this
 FOLLOWS: Final = 2.0
 # the same without knowing of a scheduler
 LEFT_BEHIND: Final = 10.0
@@ -61,8 +61,7 @@ class GroupRates(BaseRule):
       or updates are recorded, and otherwise is info.
     * Left behind: a group without the ``initial_lr`` that a scheduler of `torch.optim` gives those that it
       knows, because it was added later. Its rate stays the same, while that of another group changes to
-      twice or half. Without such a scheduler, a rate that stays the same while another changes tenfold is
-      info.
+      half. Without such a scheduler, a rate that stays the same while another falls to a tenth is info.
 
     Args:
         patience: number of steps without a rise of the rate.
@@ -126,7 +125,8 @@ class GroupRates(BaseRule):
 
     def _behind(self, record: StepRecord, known: OptimizerState, groups: list[int]) -> Iterator[Finding]:
         same = [x for x in groups if self.highest[x] == self.lowest[x] > 0]
-        moving = {x: float(self.highest[x] / self.lowest[x]) for x in groups if self.lowest[x] > 0}
+        # a rise may be a warm-up of its own
+        moving = {x: float(self.highest[x] / self.last[x]) for x in groups if self.last[x] > 0}
         scheduled = known.scheduled or (False,) * len(known.rates)
         for group in same:
             if self.steady[group] < self.patience:
@@ -136,7 +136,7 @@ class GroupRates(BaseRule):
             if moving[most] < (FOLLOWS if is_late else LEFT_BEHIND):
                 continue
             text = f"the learning rate of {_text(record, known, group)} stays {float(self.last[group]):.3g}, "
-            text += f"while that of {_text(record, known, most)} has changed from "
+            text += f"while that of {_text(record, known, most)} has fallen from "
             text += f"{float(self.highest[most]):.3g} to {float(self.last[most]):.3g}"
             severity, advice = min(self.severity, Severity.INFO), SCHEDULES
             if is_late:
