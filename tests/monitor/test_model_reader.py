@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.monitor import model_reader
+from gradiometer.monitor import loss_graph, model_reader
 from gradiometer.monitor.model_reader import ModelReader
 from gradiometer.recorder import Driver
 
@@ -67,9 +67,9 @@ def test_the_first_loss_with_a_graph_tells_whether_it_depends_on_the_model(monke
         assert reader.read(other(x).sum(), afresh=False).reached is expected
     # a graph that is too large is looked at once, in part
     reader, calls = reader_of(model), []
-    real = model_reader._reaches
-    monkeypatch.setattr(model_reader, "_NODES", 3)
-    monkeypatch.setattr(model_reader, "_reaches", lambda *args: calls.append(1) or real(*args))
+    real = model_reader.leaves_of
+    monkeypatch.setattr(loss_graph, "_NODES", 3)
+    monkeypatch.setattr(model_reader, "leaves_of", lambda *args: calls.append(1) or real(*args))
     deep = x
     for _ in range(10):
         deep = other(deep).expand(1, 2) + 1

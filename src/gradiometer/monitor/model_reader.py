@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from gradiometer.inputs import is_dtensor, named_parameters, without_wrappers
+from gradiometer.monitor.loss_graph import leaves_of
 from gradiometer.monitor.optimizer_reader import OptimizerReader
 from gradiometer.monitor.value_reader import ValueReader
 from gradiometer.recorder import Driver, ModelState, gradient_framework
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from gradiometer.monitor.failures import Failures
     from gradiometer.recorder import OptimizerState, Recorder
 
 # at least every so many steps everything is looked at: fewer than the patience of the rules that need it
 _OFTEN = 8
-# nodes of an autograd graph that are visited at most: some 20 ms
-_NODES = 20_000
-# part of the name of a node that runs a part of the forward again in the backward
-_REENTRANT = "CheckpointFunction"
 # layers whose output depends on the mode
 _MODAL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)  # noqa: SLF001
 
@@ -47,6 +44,7 @@ class ModelReader:
         self._has_looked = False
         self._reads = 0
         self._values = ValueReader(self._modules, recorder)
+        self._foreign: list[weakref.ref[Tensor]] = []
         self._gradient: tuple[Callable[[], Tensor | None], int] = (_nothing, 0)
         self.set_driver(Driver())
 
@@ -64,6 +62,7 @@ class ModelReader:
         self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
         self._ties = tuple([(a.name, b.name) for a, b in self._tied])
         self._optimizers = OptimizerReader(driver.optimizers, self._parameters)
+        self._known = [weakref.ref(optimizer) for optimizer in driver.optimizers]
 
     def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False, step: int = 0) -> ModelState:
         """Return the state of the model; the same object if nothing has changed.
@@ -93,7 +92,12 @@ class ModelReader:
         if afresh or modes != self._modes or quick != before:
             self._modes = modes
             requires = tuple([parameter.requires_grad for parameter in self._own])
-            state = ModelState(requires, old.reached, self._evaluating(modes), optimizers=optimizers, **quick)
+            found = {name: getattr(old, name) for name in ("reached", "unregistered", "foreign")}
+            # `_foreign` was found some steps ago
+            is_gone = bool(self._foreign) and all([ref() is None for ref in self._foreign])
+            found["is_foreign_gone"] = old.is_foreign_gone or (self._reads % _OFTEN == 0 and is_gone)
+            evaluating = self._evaluating(modes)
+            state = ModelState(requires, evaluating=evaluating, optimizers=optimizers, **quick, **found)
             if state.__dict__ != old.__dict__:
                 self._state = state
         elif optimizers is not old.optimizers:
@@ -118,12 +122,23 @@ class ModelReader:
         """Find out whether the graph of a loss, the first that has one, leads to the parameters."""
         if not self._has_looked and isinstance(loss, Tensor) and loss.grad_fn is not None:
             self._has_looked = True
-            self._state = replace(self._state, reached=_reaches(loss, self._own))
+            alive = [optimizer for ref in self._known if (optimizer := ref()) is not None]
+            held = {id(p) for each in alive for group in each.param_groups for p in group["params"]}
+            # in the graph, FSDP has other tensors in the place of the model's parameters
+            is_sharded = self._framework or any(is_dtensor(type(p)) for p in self._own)
+            reached, unregistered, foreign = leaves_of(
+                loss, self._own, {} if is_sharded else self._modules, held
+            )
+            self._foreign = [weakref.ref(parameter) for parameter in foreign]
+            self._state = replace(
+                self._state, reached=reached, unregistered=unregistered, foreign=len(foreign)
+            )
 
     def release(self) -> None:
         """Forget the model and its optimizers."""
         self._modules.clear()
         self._values.release()
+        self._foreign.clear()
         self.set_driver(Driver())
 
     def _evaluating(self, modes: list[bool]) -> str:
@@ -178,28 +193,6 @@ def _tied(prefix: str, module: nn.Module) -> Iterable[tuple[_Owned, _Owned]]:
         owned = _Owned(prefix + name, module.get_submodule(owner), attribute)
         if first.setdefault(parameter, owned) is not owned:
             yield first[parameter], owned
-
-
-def _reaches(loss: Tensor, parameters: Sequence[Tensor]) -> bool | None:
-    """Return whether the autograd graph of a loss leads to any of the parameters.
-
-    None if the graph is too large, or if a part of it is built in the backward only, as under reentrant
-    checkpoints.
-    """
-    wanted = {id(parameter) for parameter in parameters}
-    seen: set[Any] = {loss.grad_fn}
-    nodes: list[Any] = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-        if len(seen) > _NODES or _REENTRANT in type(node).__name__:
-            return None
-    return False
 
 
 class ParameterCheck:

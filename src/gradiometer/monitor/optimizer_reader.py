@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradiometer.monitor.optimizer_methods import method_of
 from gradiometer.recorder import OptimizerState
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class OptimizerReader:
         held, copied = [-1] * len(place_of), [id(p) in self._copied for p in self._parameters]
         keeps = list(copied)
         owners: list[int] = []
+        methods = tuple([method_of(one, group) for one in optimizers for group in one.param_groups])
+        scheduled = tuple(["initial_lr" in group for one in optimizers for group in one.param_groups])
         has_others = False
         for owner, optimizer in enumerate(optimizers):
             for group in optimizer.param_groups:
@@ -92,7 +95,8 @@ class OptimizerReader:
         sampled = [p for p, has in zip(self._parameters, copied, strict=True) if has][:_SAMPLED]
         if len(sampled) != len(self._sampled):
             self._sampled, self._versions = sampled, [p._version for p in sampled]  # noqa: SLF001
-        return OptimizerState(tuple(held), rates, tuple(owners), tuple(keeps), tuple(copied), has_others)
+        state = OptimizerState(tuple(held), rates, tuple(owners), tuple(keeps), tuple(copied), has_others)
+        return replace(state, methods=methods, scheduled=scheduled)
 
 
 def _copied_by(optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) -> Iterator[Tensor]:

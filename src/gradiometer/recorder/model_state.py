@@ -101,6 +101,9 @@ class OptimizerState:
         options: the other hyperparameters of each param group that are numbers, by name: ``weight_decay``,
             ``eps``, ``momentum``, and ``beta1``, ``beta2``, … of ``betas``.
         has_others: whether an optimizer holds other tensors, such as copies of the parameters in one buffer.
+        methods: for each param group, the optimizer of `torch.optim` whose formula updates it, such as
+            ``"AdamW"``; empty if it is another one, or has an option that changes the formula.
+        scheduled: for each param group, whether a scheduler of `torch.optim` was created with it.
 
     >>> state = OptimizerState((0, 1, -1), (0.1, 0.0), (0, 0), (False,) * 3, (False,) * 3)
     >>> state.held.tolist(), state.is_frozen.tolist()
@@ -115,6 +118,8 @@ class OptimizerState:
     has_others: bool = False
     writes_back: bool = False
     options: tuple[Mapping[str, float], ...] = ()
+    methods: tuple[str, ...] = ()
+    scheduled: tuple[bool, ...] = ()
 
     @cached_property
     def held(self) -> Tensor:
@@ -184,6 +189,12 @@ class ModelState:
         requires_grad: for each parameter of the catalog, whether it requires a gradient.
         reached: whether the autograd graph of the loss leads to any of these parameters; None if the loss was
             given without its graph.
+        unregistered: the parameters that the graph of the loss leads to and that are in a container of a
+            module, but are not registered: a text for each, such as ``"4 parameters with 10 elements in the
+            list hidden"``.
+        foreign: the number of other parameters that the graph leads to, which neither the model nor a known
+            optimizer has.
+        is_foreign_gone: whether these were gone some steps later, so that they belong to no other model.
         evaluating: the layers that behave differently in evaluation mode, if the model is in that mode, such
             as ``"2 BatchNorm2d, 1 Dropout"``; empty in training mode.
         untied: pairs of names that were one parameter when the monitor was created, and are two now.
@@ -214,6 +225,9 @@ class ModelState:
     order: StepOrder = _UNKNOWN
     framework: str = ""
     values: ModelValues = field(default_factory=ModelValues)
+    unregistered: tuple[str, ...] = ()
+    foreign: int = 0
+    is_foreign_gone: bool = False
 
 
 # attributes that a framework adds to parameters whose gradients are in its own buffers

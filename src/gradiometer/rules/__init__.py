@@ -23,16 +23,20 @@ from gradiometer.rules.ledger import Ledger
 from gradiometer.rules.listing import first_of, table_of
 from gradiometer.rules.loop_order import ChangedGradients, LoopOrder
 from gradiometer.rules.loss import LossSpike
+from gradiometer.rules.moments import MisplacedMoments
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.not_updated import NotUpdated
 from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
 from gradiometer.rules.outside import ChangedOutside
+from gradiometer.rules.param_groups import DecayedNorms, GroupRates
 from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
+from gradiometer.rules.registered import NotRegistered
 from gradiometer.rules.replicas import ReplicaDivergence
 from gradiometer.rules.rows import UnusedRows
 from gradiometer.rules.stuck import Stuck
+from gradiometer.rules.update_bound import UpdateBound
 from gradiometer.rules.values import CrossedZero, NonFiniteBuffer
 
 __all__ = [
@@ -43,10 +47,12 @@ __all__ = [
     "CrossedZero",
     "Dead",
     "DeadUnits",
+    "DecayedNorms",
     "EvalMode",
     "Exploding",
     "Fault",
     "Finding",
+    "GroupRates",
     "GroupRatio",
     "GrowingLogits",
     "Headline",
@@ -56,12 +62,14 @@ __all__ = [
     "Ledger",
     "LoopOrder",
     "LossSpike",
+    "MisplacedMoments",
     "NoGradientFlow",
     "NoGradients",
     "NonFinite",
     "NonFiniteBuffer",
     "NormHistory",
     "NormSpike",
+    "NotRegistered",
     "NotUpdated",
     "ReplicaDivergence",
     "Rule",
@@ -69,6 +77,7 @@ __all__ = [
     "Stuck",
     "Untied",
     "UnusedRows",
+    "UpdateBound",
     "UpdateRatio",
     "UpdateSpike",
     "Vanishing",

@@ -11,15 +11,19 @@ from gradiometer.rules.initialization import EvalMode, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.loop_order import ChangedGradients, LoopOrder
 from gradiometer.rules.loss import LossSpike
+from gradiometer.rules.moments import MisplacedMoments
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.not_updated import NotUpdated
 from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
 from gradiometer.rules.outside import ChangedOutside
+from gradiometer.rules.param_groups import DecayedNorms, GroupRates
 from gradiometer.rules.ratios import UpdateRatio
+from gradiometer.rules.registered import NotRegistered
 from gradiometer.rules.replicas import ReplicaDivergence
 from gradiometer.rules.rows import UnusedRows
 from gradiometer.rules.stuck import Stuck
+from gradiometer.rules.update_bound import UpdateBound
 from gradiometer.rules.values import CrossedZero, NonFiniteBuffer
 
 if TYPE_CHECKING:
@@ -35,7 +39,12 @@ def default_rules() -> list[Rule]:
         CrossedZero(),
         ReplicaDivergence(),
         ChangedOutside(),
+        UpdateBound(),
+        MisplacedMoments(),
         LearningRate(),
+        GroupRates(),
+        DecayedNorms(),
+        NotRegistered(),
         NoGradients(),
         NoGradientFlow(),
         NotUpdated(),

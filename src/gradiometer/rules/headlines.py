@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
-    "loop_order",
-    "crossed_zero",
-    "eval_mode", "untied", "initialization", "learning_rate", "changed_outside", "replica_divergence",
-    "nonfinite", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow", "loss_spike",
-    "norm_spike", "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units",
-    "vanishing", "dead", "update_ratio", "imbalance", "changed_gradients",
-    "nonfinite_buffer",
-    "unused_rows",
+    "loop_order", "eval_mode", "untied", "not_registered", "initialization", "learning_rate", "group_lr",
+    "epsilon", "state_reset", "misplaced_moments", "stale_second_moment", "changed_outside", "update_bound",
+    "replica_divergence", "crossed_zero", "nonfinite", "nonfinite_buffer", "no_gradients", "not_updated",
+    "stuck", "accumulating", "no_gradient_flow", "attention_sum", "attention_mask", "logit_scale", "residual",
+    "loss_spike", "norm_spike", "exploding", "update_spike", "growing_logits", "attention_entropy",
+    "collapsing_router", "dead_units", "vanishing", "dead", "unused_rows", "update_ratio", "imbalance",
+    "decayed_norms", "changed_gradients",
 )  # fmt: skip
 # what follows when training leaves its course
 _DIVERGED: Final = frozenset({
     "loss_spike", "norm_spike", "exploding", "update_spike", "nonfinite", "update_ratio", "imbalance",
     "vanishing", "dead", "dead_units", "growing_logits", "collapsing_router",
+    "attention_entropy",
 })  # fmt: skip
 _QUIET: Final = frozenset({"dead", "dead_units", "vanishing", "imbalance", "not_updated", "stuck"})
 _STOPPED: Final = _QUIET | {"no_gradient_flow", "update_ratio"}
@@ -44,7 +44,15 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "initialization": _DIVERGED | {"initialization"},
     "learning_rate": _DIVERGED | _NOT_LEARNING,
     "changed_outside": _DIVERGED,
-    "nonfinite": _DIVERGED | _STOPPED | {"no_gradients"} | {"nonfinite_buffer"},
+    "update_bound": _DIVERGED,
+    "misplaced_moments": _DIVERGED,
+    # a group that learns slowly has small updates
+    "group_lr": _NOT_LEARNING,
+    # updates that are a division by 0, or too large for their learning rate
+    "epsilon": _DIVERGED,
+    "state_reset": _DIVERGED,
+    "stale_second_moment": _DIVERGED,
+    "nonfinite": _DIVERGED | _STOPPED | {"no_gradients", "nonfinite_buffer"},
     "nonfinite_buffer": frozenset({"nonfinite"}),
     "crossed_zero": _DIVERGED,
     "no_gradients": _STOPPED | {"initialization"},
@@ -61,6 +69,9 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "update_spike": _DIVERGED,
     "update_ratio": _DIVERGED,
     "growing_logits": _DIVERGED,
+    "attention_sum": frozenset({"attention_entropy", "attention_mask", "logit_scale"}),
+    "logit_scale": frozenset({"attention_entropy", "growing_logits"}),
+    "residual": frozenset({"vanishing", "imbalance", "dead"}),
     # experts without tokens get no gradient, and the routers of several layers collapse together
     "collapsing_router": _QUIET | {"no_gradient_flow", "collapsing_router"},
     "vanishing": frozenset({"dead", "imbalance", "not_updated", "stuck"}),
@@ -68,9 +79,10 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "dead": frozenset({"vanishing", "imbalance", "no_gradient_flow"}),
 }
 # causes that make the whole model diverge, wherever they are, if they are problems
-_SPREADS: Final = frozenset(
-    {"changed_outside", "crossed_zero", "initialization", "exploding", "update_ratio", "growing_logits"}
-)
+_SPREADS: Final = frozenset({
+    "changed_outside", "update_bound", "misplaced_moments", "group_lr", "crossed_zero", "initialization",
+    "exploding", "update_ratio", "growing_logits",
+})  # fmt: skip
 # pairs of rules that are related wherever their tensors are
 _ANYWHERE: Final = frozenset({("not_updated", "accumulating"), ("collapsing_router", "collapsing_router")})
 # conditions that a loop or a model has from the start, and that a NaN of the same step does not cause

@@ -46,6 +46,8 @@ LEFT_OUT: Final = ("no watched optimizer holds", "no optimizer holds")
 MAY_LACK: Final = ("does not hold these parameters", "holds other parameters", "leaves these weights out")
 OF_GROUP: Final = "the learning rate of their param group"
 
+# the number of that cause, and the steps after which it is told
+LEFT, FEW = 1, 5
 # share of the total norm below which a gradient's update need not change a weight
 SMALL: Final = 1e-6
 # the beginnings of dtypes in which an update of less than a few thousandths of a weight is lost
@@ -116,7 +118,9 @@ class NotUpdated(ChangeRule):
         streak = self.streak * (self.cause == before)
         self.streak = torch.where(active | moved, (streak + 1.0).mul_(still), streak)
         self.since = torch.where(still & (self.streak == 1.0), float(record.step), self.since)
-        lasting = still & (self.streak >= self.patience)
+        # what no optimizer holds needs fewer steps, as it is known
+        patience = torch.where(self.cause == LEFT, min(self.patience, FEW), self.patience)
+        lasting = still & (self.streak >= patience)
         if not lasting.any():
             return []
         if known is None:
@@ -182,7 +186,7 @@ class NotUpdated(ChangeRule):
         """Return why each parameter would stay the same, ``(N,)``; 0 if that is not known."""
         if known is None:
             return torch.zeros_like(self.cause)
-        causes = torch.where(known.held, 6, 1)
+        causes = torch.where(known.held, 6, LEFT)
         causes[known.keeps_small_updates] = 4
         causes[known.unwritten] = 5
         causes[known.is_frozen] = 2

@@ -12,10 +12,12 @@ import torch
 from gradiometer.rules.base import BaseRule, SpikeRule, WholeRule
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import FLOOR, SpikeHistory
-from gradiometer.rules.known import by_optimizers, optimizers_of
+from gradiometer.rules.known import by_optimizers, driver_of, optimizers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from torch import Tensor
 
     from gradiometer.recorder import StepRecord
 
@@ -25,6 +27,10 @@ STATE: Final = (
     "look at the optimizer's state, such as a second moment close to 0 or a restored momentum, and at the "
     "gradient of this step; clip the gradients, if you do not yet"
 )
+MASTERS: Final = (
+    "look for an optimizer whose float32 master weights were copied before the weights were loaded or "
+    "changed: create it afterwards; or for other code that writes the weights in optimizer.step()"
+)
 RATE_OF_GROUP: Final = (
     "if these parameters are meant to learn, set the learning rate of their param group; if not, "
     "requires_grad_(False) saves their gradients"
@@ -32,6 +38,13 @@ RATE_OF_GROUP: Final = (
 SCHEDULE: Final = "look at the scheduler: its number of steps, and whether it is stepped once per step"
 
 _LR: Final = re.compile(r"(?:^|[^a-z])(?:lr|learning_?rate)(?:$|[^a-z])", re.IGNORECASE)
+# The first update is compared with so many. It has this share of the weights' norm, and is so many times as
+# large, for each unit of the learning rate, and of the gradient's norm, too. Adam's first update is
+# sign(gradient), and later ones of pure noise have sqrt((1 - beta1) / (1 + beta1)) of it: 4.4 times less for
+# 0.9. Adagrad's fall with the root of the number of steps.
+FOLLOWING: Final = 5
+FIRST: Final = 20.0
+LARGE: Final = 0.1
 # what the median of the norms and nine of ten norms have grown to, if gradients add up
 GROWN: Final = 1.5
 LEAST_GROWN: Final = 1.3
@@ -227,8 +240,13 @@ class UpdateSpike(SpikeRule):
     """
 
     name = "update_spike"
-    kept = (*SpikeRule.kept, "gradients")
+    kept = (*SpikeRule.kept, "gradients", "first", "first_step", "following")
     gradients: SpikeHistory = field(default_factory=SpikeHistory, init=False)
+    # of the first update: its norm, divided by the learning rate; that divided by the gradient's norm, and by
+    # the weights'; the largest two of the first that followed, with their number
+    first: Tensor = field(default_factory=lambda: _zeros(3), init=False)
+    following: Tensor = field(default_factory=lambda: _zeros(3), init=False)
+    first_step: int = field(default=-1, init=False)
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's updates with the history."""
@@ -242,13 +260,42 @@ class UpdateSpike(SpikeRule):
         if rate == 0.0 and known is not None:
             # that of the first group
             rate = known.highest_rate or rate
+        begun = []
+        if driver_of(record) != "loop":
+            # in your own loop, what changed the weights before the first step may be a part of its update
+            begun = self._begin(record, math.sqrt(float(squares.sum())), rate, total)
         spike = self.spike(record, "updates", "the update's norm is", squares, rate)
         if spike is None:
-            return []
+            return begun
         norm, usual, limit, text = spike
         has_risen = total > 0.0 and math.log(total) - before > 0.5 * math.log(norm / usual)
         severity = min(self.severity, Severity.INFO) if has_risen else self.severity
         return [self.finding(record, record.step, None, norm, limit, text, STATE, severity, "updates")]
+
+    def _begin(self, record: StepRecord, norm: float, rate: float, total: float) -> list[Finding]:
+        """Return a finding if the very first update was far above those that follow it."""
+        if self.following[2] == FOLLOWING or not (rate > 0.0 and total > 0.0 and norm < math.inf):
+            return []
+        speed = torch.tensor([norm / rate, norm / rate / total], dtype=torch.float64, device="cpu")
+        if self.first_step < 0:
+            weights = math.sqrt(record.total("sumsq_b", "updates"))
+            self.first, self.first_step = (
+                torch.tensor([*speed, norm / max(weights, 1e-300)]).double(),
+                record.step,
+            )
+            return []
+        self.following = torch.cat([self.following[:2].fmax(speed), self.following[2:] + 1.0])
+        ratio = float((self.first[:2] / self.following[:2]).min())
+        share = float(self.first[2])
+        if self.following[2] < FOLLOWING or not (ratio > FIRST and share > LARGE):
+            return []
+        text = f"the first update, at step {self.first_step}, moved the weights by {share:.2g} of their "
+        text += f"norm, {times(ratio)} the updates that follow: it wrote more than this step's gradient"
+        return [self.finding(record, self.first_step, None, ratio, FIRST, text, MASTERS, kind="updates")]
+
+
+def _zeros(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.float64, device="cpu")
 
 
 def _any_learn(record: StepRecord) -> bool:

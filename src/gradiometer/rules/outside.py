@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import torch
 
 from gradiometer.rules.base import Observation, TensorRule
-from gradiometer.rules.finding import Severity
+from gradiometer.rules.finding import Severity, modules_text
 from gradiometer.rules.known import optimizers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from torch import Tensor
 
     from gradiometer.recorder import Rows, StepRecord
     from gradiometer.rules.finding import Finding
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
 ROUNDING: Final = 1e-12
 # A tensor that changes in a larger share of the steps is changed by the training loop on purpose
 RARE: Final = 0.1
+# steps whose weights are known again when they come back
+REMEMBERED: Final = 4096
+# factors are one factor if they differ by less: bfloat16 rounds an element by 0.4 % at most
+ALIKE: Final = 5e-3
+# averaged weights lag behind norms that grow, and lose noise: so many norms shrink, by less than half
+SEVERAL, NEARLY_ALL, SLIGHTLY = 4, 0.8, 0.5
 
 ADVICE: Final = (
     "if this is not meant, look for code between two calls of optimizer.step() that writes weights: a "
@@ -40,14 +48,16 @@ class ChangedOutside(TensorRule):
     was, such as a permutation, is not noticed, and the difference of the norms is a lower bound of the norm
     of the change. Both steps have to be recorded.
 
-    A finding has ``severity`` if this happens to the tensor in at most a tenth of its steps. Otherwise it has
-    info, since it is a part of the training loop, such as weights that are clipped. Weights that no known
-    optimizer holds, such as a target network, are left out.
+    The weights that are changed between two steps are one finding, which says whether all norms have changed
+    by one factor, went back to those after an earlier step, or shrink a little, as if averaged weights had
+    been swapped in. It has ``severity`` if this happens to a tensor in at most a tenth of its steps.
+    Otherwise it has info, since it is a part of the training loop, such as weights that are clipped. Weights
+    that no known optimizer holds, such as a target network, are left out.
     """
 
     name = "changed_outside"
     kinds: ClassVar[tuple[str, ...]] = ("updates",)
-    kept = (*TensorRule.kept, "after", "after_step", "times", "compared", "since")
+    kept = (*TensorRule.kept, "after", "after_step", "times", "compared", "since", "sums", "steps")
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
@@ -57,6 +67,9 @@ class ChangedOutside(TensorRule):
         self.after = torch.full((size,), torch.nan, dtype=torch.float64, device="cpu")
         start = torch.zeros(3, size, dtype=torch.float64, device="cpu")
         self.times, self.compared, self.since = start.unbind()
+        # of earlier steps, the sum of the squared norms after the update
+        self.sums = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self.steps = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def prepare(self, rows: Rows) -> None:
         """Compare with no step of other tensors."""
@@ -70,6 +83,7 @@ class ChangedOutside(TensorRule):
         last, last_step = self.after, self.after_step
         self.after = torch.where(known, record.value("sumsq_a", "updates"), torch.nan)
         self.after_step = record.step
+        earlier = self._look_back(record.step, before, self.after)
         if last_step != record.step - 1:
             return []
         found = (before - last).abs() > ROUNDING * torch.maximum(before, last)
@@ -84,17 +98,53 @@ class ChangedOutside(TensorRule):
         self.times = self.times + found
         norms, were = before.sqrt(), last.sqrt()
         change = (norms - were).abs() / were.clamp(min=1e-300)
+        rare = found & (self.times <= RARE * self.compared)
+        made = [self._summary(record, rare, norms, were, earlier)] if rare.any() else []
 
         def describe(place: int) -> Observation:
-            if self.times[place] > RARE * self.compared[place]:
-                message = "something other than optimizer.step() changes this weight between steps"
-                severity = min(self.severity, Severity.INFO)
-                return Observation(float(change[place]), 0.0, message, ADVICE, severity)
-            message = "something other than optimizer.step() has changed this weight between steps "
-            message += f"{record.step - 1} and {record.step}, its norm from {float(were[place]):.4g} to "
-            message += f"{float(norms[place]):.4g}"
-            return Observation(float(change[place]), 0.0, message, ADVICE, self.severity)
+            message = "something other than optimizer.step() changes this weight between steps"
+            severity = min(self.severity, Severity.INFO)
+            return Observation(float(change[place]), 0.0, message, ADVICE, severity)
 
-        rare = self.times <= RARE * self.compared
-        since = torch.where(rare, float(record.step), self.since)
-        return self.findings(record, "updates", found, change + rare.to(change.dtype) * 1e9, describe, since)
+        return made + self.findings(record, "updates", found & ~rare, change, describe, self.since)
+
+    def _look_back(self, step: int, before: Tensor, after: Tensor) -> int | None:
+        """Return after which earlier step, if any, all weights were as they are now; note those of this step.
+
+        The sum of all squared norms tells them apart: of float64, it is the same for another state by chance
+        only.
+        """
+        now = float(before.nansum())
+        same = (self.sums[:-1] - now).abs() <= ROUNDING * now
+        places = same.nonzero().flatten().tolist()
+        earlier = int(self.steps[places[-1]]) if places and now > 0 else None
+        self.sums = torch.cat([self.sums, after.nansum().unsqueeze(0)])[-REMEMBERED:]
+        self.steps = torch.cat([self.steps, torch.tensor([step], device="cpu")])[-REMEMBERED:]
+        return earlier
+
+    def _summary(
+        self, record: StepRecord, found: Tensor, norms: Tensor, were: Tensor, earlier: int | None
+    ) -> Finding:
+        """Return one finding about all weights that were changed between two steps."""
+        places, names = found.nonzero().flatten().tolist(), record.names("updates")
+        worst = int(torch.where(found, (norms - were).abs() / were.clamp(min=1e-300), -1.0).argmax())
+        ratio = norms[found] / were[found].clamp(min=1e-300)
+        text = f"{modules_text(names, places)}: something other than optimizer.step() has changed "
+        text += "this weight" if len(places) == 1 else "these weights"
+        text += f" between steps {record.step - 1} and {record.step}, "
+        middle = float(ratio.median())
+        if earlier is not None:
+            text += f"back to what they were after step {earlier}"
+        elif len(places) == 1:
+            text += f"its norm from {float(were[worst]):.4g} to {float(norms[worst]):.4g}"
+        elif bool((ratio / middle - 1.0).abs().max() < ALIKE):
+            text += f"all by the factor {middle:.4g}"
+        elif len(places) >= SEVERAL and (ratio < 1.0).double().mean() > NEARLY_ALL and middle > SLIGHTLY:
+            text += f"nearly all norms are smaller, by {1.0 - middle:.2%} in the median, as if averaged "
+            text += "weights had taken their place"
+        else:
+            text += f"their norms by {float((ratio - 1.0).abs().median()):.2%} in the median, that of "
+            text += f"{names[worst]} from {float(were[worst]):.4g} to {float(norms[worst]):.4g}"
+        value = float((norms[worst] - were[worst]).abs() / were[worst].clamp(min=1e-300))
+        first = None if len(places) > 1 and len(places) == len(names) else names[worst]
+        return self.finding(record, record.step, first, value, 0.0, text, ADVICE, self.severity, "updates")
