@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from gradiometer.integrations.optimizers import Wrapped
 
 _LOG = logging.getLogger("gradiometer")
+STATES: Final = 10
+"""The cadence of the states of optimizers, unless ``states=`` says otherwise."""
 _NOT_COMPILED: Final = "gm.watch records a step in optimizer.step(): use gm.Monitor in a fullgraph step"
 # the class of a trainer, by the package that defines it -> the module here that watches it, by its `watch`
 _TRAINERS: Final = {
@@ -145,6 +147,7 @@ def watch(
         raise TypeError(f"watch: expected scaler=torch.amp.GradScaler(...), got {type(scaler).__name__}")
     names, tensors = tracked_parameters(model)
     parts, masters = parts_of([each.optimizer for each in wrapped], dict(zip(tensors, names, strict=True)))
+    options = {"states": STATES, **options, "optimizer": [each.optimizer for each in wrapped]}
     monitor = Monitor(model, **options)
     loop = _Loop(monitor, wrapped, parts, masters, scaler, options)
     monitor.set_driver(Driver("watch", tuple(loop.optimizers), loop.facts))

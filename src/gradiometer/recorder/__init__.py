@@ -13,6 +13,7 @@ from gradiometer.recorder.model_state import (
     OptimizerState,
     gradient_framework,
 )
+from gradiometer.recorder.optimizer_states import OptimizerStates, state_names
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.settings import check_integer
 from gradiometer.recorder.step_record import RunInfo, StepRecord
@@ -28,6 +29,7 @@ __all__ = [
     "LoopFacts",
     "ModelState",
     "OptimizerState",
+    "OptimizerStates",
     "Recorder",
     "Rows",
     "RunInfo",
@@ -40,4 +42,5 @@ __all__ = [
     "kinds_of",
     "label",
     "register",
+    "state_names",
 ]

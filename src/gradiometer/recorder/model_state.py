@@ -65,6 +65,8 @@ class OptimizerState:
         writes_back: whether parameters that have master weights were seen to be written in place.
         options: the other hyperparameters of each param group that are numbers, by name: ``weight_decay``,
             ``eps``, ``momentum``, and ``beta1``, ``beta2``, … of ``betas``.
+        updates: how often each parameter was updated, by the optimizer's own counters; NaN where they are not
+            on the host. Empty in steps in which no states of optimizers were measured.
         has_others: whether an optimizer holds other tensors, such as copies of the parameters in one buffer.
 
     >>> state = OptimizerState((0, 1, -1), (0.1, 0.0), (0, 0), (False,) * 3, (False,) * 3)
@@ -80,6 +82,7 @@ class OptimizerState:
     has_others: bool = False
     writes_back: bool = False
     options: tuple[Mapping[str, float], ...] = ()
+    updates: tuple[float, ...] = ()
 
     @cached_property
     def held(self) -> Tensor:
