@@ -17,7 +17,7 @@ from gradiometer.integrations.backward_passes import BackwardPasses
 from gradiometer.integrations.clipping import ClippedGradients, observe
 from gradiometer.integrations.optimizers import one_of_each_group, optimizers_in, parts_of
 from gradiometer.integrations.partitioned import framework_of
-from gradiometer.integrations.session import collect_part
+from gradiometer.integrations.session import STATES, collect_part
 from gradiometer.integrations.unsupported import refuse
 from gradiometer.integrations.watched_step import WatchedStep
 from gradiometer.monitor import Monitor, raise_of_handlers
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from gradiometer.integrations.optimizers import Wrapped
 
 _LOG = logging.getLogger("gradiometer")
-STATES: Final = 10
-"""The cadence of the states of optimizers, unless ``states=`` says otherwise."""
 _NOT_COMPILED: Final = "gm.watch records a step in optimizer.step(): use gm.Monitor in a fullgraph step"
 # the class of a trainer, by the package that defines it -> the module here that watches it, by its `watch`
 _TRAINERS: Final = {

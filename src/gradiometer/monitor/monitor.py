@@ -264,6 +264,8 @@ class Monitor(MonitoredRun):
         state = self._failures.attempt(
             "model", self._model_reader.read, loss, afresh=is_due, has_loss_scale=self._has_loss_scale
         )
+        for name, value in (self._failures.attempt("model", self._model_reader.scalars) or {}).items():
+            scalars.setdefault(name, value)
         self._current.commit(state)
 
     def keep(self, *args: Any, **kwargs: Any) -> None:

@@ -153,8 +153,9 @@ class RingReader:
             return None, model
         try:
             if model is not None and model.optimizers is not None:
-                counted = replace(model.optimizers, updates=states.counters(self._recorder))
-                model = replace(model, optimizers=counted)
+                updates, dtypes = states.facts(self._recorder)
+                known = replace(model.optimizers, updates=updates, dtypes=dtypes)
+                model = replace(model, optimizers=known)
             return states.start(self._recorder), model
         except Exception as error:  # noqa: BLE001 a lost device must not stop training
             self._failures.add("states", error)

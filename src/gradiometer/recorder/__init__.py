@@ -7,6 +7,7 @@ holds them on the host. Nothing here starts a thread, accesses a disk or judges 
 from gradiometer.recorder.catalog import Catalog, Rows
 from gradiometer.recorder.kinds import KINDS, LOSS_ORDER, Kind, described, kinds_of, label, register
 from gradiometer.recorder.model_state import (
+    OPTION,
     Driver,
     LoopFacts,
     ModelState,
@@ -23,6 +24,7 @@ from gradiometer.recorder.updates import Updates
 __all__ = [
     "KINDS",
     "LOSS_ORDER",
+    "OPTION",
     "Catalog",
     "Driver",
     "Kind",

@@ -17,7 +17,7 @@ from gradiometer.recorder.table import Table
 from gradiometer.stats import Pending, measure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from gradiometer.columns import Thresholds
     from gradiometer.recorder.catalog import Rows
@@ -123,20 +123,17 @@ class OptimizerStates:
             TypeError: for a state that cannot be measured; the message names it.
         """
         self._measured += 1
-        rows, parameters = recorder.catalog.parameters, recorder.parameters_tracked
+        rows = recorder.catalog.parameters
         places: list[tuple[int, int]] = []
         labels: list[str] = []
         tensors: list[Any] = []
-        for optimizer in self._alive():
-            for place, (name, p) in enumerate(zip(rows.names, parameters, strict=True)):
-                held = self.masters.get(name, p)
-                state = optimizer.state.get(held) or {}
-                for number, kind in enumerate(self.kinds):
-                    x = state.get(kind.name)
-                    if _is_state(x, held):
-                        places.append((number, place))
-                        labels.append(kind.label(name))
-                        tensors.append(x)
+        for place, name, held, state in self._each(recorder):
+            for number, kind in enumerate(self.kinds):
+                x = state.get(kind.name)
+                if _is_state(x, held):
+                    places.append((number, place))
+                    labels.append(kind.label(name))
+                    tensors.append(x)
         if not tensors:
             return Pending([], lambda _: {})
         with recorder.in_order():
@@ -145,18 +142,32 @@ class OptimizerStates:
             build = partial(self._tables, rows, recorder.thresholds, places)
             return Pending([stats.columns], build)
 
-    def counters(self, recorder: StepRing) -> tuple[float, ...]:
-        """Return how often each parameter was updated, by the counters on the host; NaN if it has none."""
-        found = [math.nan] * len(recorder.parameters_tracked)
+    def facts(self, recorder: StepRing) -> tuple[tuple[float, ...], tuple[str, ...]]:
+        """Return how often each parameter was updated, by counters on the host, and the dtype of its states.
+
+        NaN and ``""`` where these are not known.
+        """
+        size = len(recorder.parameters_tracked)
+        counts, dtypes = [math.nan] * size, [""] * size
+        for place, _, held, state in self._each(recorder):
+            count = state.get("step")
+            is_away = isinstance(count, Tensor) and (count.device.type != "cpu" or count.numel() != 1)
+            if isinstance(count, (int, float, Tensor)) and not is_away and not is_dtensor(type(count)):
+                counts[place] = float(count)
+            own = (x for name in self.names if _is_state(x := state.get(name), held))
+            dtypes[place] = next((str(x.dtype).removeprefix("torch.") for x in own), "")
+        return tuple(counts), tuple(dtypes)
+
+    def _each(self, recorder: StepRing) -> Iterator[tuple[int, str, Tensor, Mapping[str, Any]]]:
+        """Yield the place and name of each parameter that has a state, what the optimizer holds, and the state."""
         for optimizer in self._alive():
             for place, (name, p) in enumerate(
                 zip(recorder.catalog.names, recorder.parameters_tracked, strict=True)
             ):
-                count = (optimizer.state.get(self.masters.get(name, p)) or {}).get("step")
-                is_away = isinstance(count, Tensor) and (count.device.type != "cpu" or count.numel() != 1)
-                if isinstance(count, (int, float, Tensor)) and not is_away and not is_dtensor(type(count)):
-                    found[place] = float(count)
-        return tuple(found)
+                held = self.masters.get(name, p)
+                state = optimizer.state.get(held)
+                if state:
+                    yield place, name, held, state
 
     def _alive(self) -> list[Optimizer]:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]

@@ -257,9 +257,8 @@ class Recorder(StepRing):
         size = len(taps.names)
         columns = taps.stats().columns
         if inv_scale is not None:
-            if not isinstance(inv_scale, Tensor):
-                inv_scale = rows.number(inv_scale, columns.device)
-            scale = on_device(inv_scale.detach(), columns.device).to(torch.float64).reshape(())
+            given = inv_scale if isinstance(inv_scale, Tensor) else rows.number(inv_scale, columns.device)
+            scale = on_device(given.detach(), columns.device).to(torch.float64).reshape(())
             columns = torch.cat([columns[:size], ACTIVATIONS.scaled(columns[size:], scale)])
         columns = on_device(columns, self.ring.device)
         section = self.layout.adjacent(ACTIVATION_VALUES.name, 2)
@@ -281,10 +280,8 @@ class Recorder(StepRing):
                 msg = f"Recorder: measure of kind {kind.name!r} must return columns of shape "
                 raise ValueError(msg + f"{(len(places), schema.width)}, got {shape}")
             own = on_device(own.detach(), home).to(schema.dtype)
-            if len(places) == len(measured):
-                columns = own
-            else:
-                columns = columns + rows.spread(own, places, len(measured))
+            is_all = len(places) == len(measured)
+            columns = own if is_all else columns + rows.spread(own, places, len(measured))
         self._write(kind, found.names, columns, schema.flags_of(columns, self.thresholds))
 
     def record_updates(self, stats: PairStats) -> None:
