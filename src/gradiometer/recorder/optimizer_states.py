@@ -154,12 +154,12 @@ class OptimizerStates:
             is_away = isinstance(count, Tensor) and (count.device.type != "cpu" or count.numel() != 1)
             if isinstance(count, (int, float, Tensor)) and not is_away and not is_dtensor(type(count)):
                 counts[place] = float(count)
-            own = (x for name in self.names if _is_state(x := state.get(name), held))
-            dtypes[place] = next((str(x.dtype).removeprefix("torch.") for x in own), "")
+            own = [state[name] for name in self.names if _is_state(state.get(name), held)]
+            dtypes[place] = str(own[0].dtype).removeprefix("torch.") if own else ""
         return tuple(counts), tuple(dtypes)
 
     def _each(self, recorder: StepRing) -> Iterator[tuple[int, str, Tensor, Mapping[str, Any]]]:
-        """Yield the place and name of each parameter that has a state, what the optimizer holds, and the state."""
+        """Yield place and name of each parameter that has a state, the tensor that has it, and the state."""
         for optimizer in self._alive():
             for place, (name, p) in enumerate(
                 zip(recorder.catalog.names, recorder.parameters_tracked, strict=True)

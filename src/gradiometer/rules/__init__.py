@@ -11,6 +11,7 @@ number of tensors, taps or routers named in a step; ``norms``, a history that se
 
 from gradiometer.rules.activations import CollapsingRouter, DeadUnits, GrowingLogits
 from gradiometer.rules.defaults import default_rules
+from gradiometer.rules.epsilon import Epsilon
 from gradiometer.rules.fault import Fault, summarize
 from gradiometer.rules.finding import Finding, Severity, checked
 from gradiometer.rules.first_nonfinite import first_nonfinite_text
@@ -27,6 +28,7 @@ from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.not_updated import NotUpdated
 from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
+from gradiometer.rules.optimizer_states import StaleSecondMoment, StateReset
 from gradiometer.rules.outside import ChangedOutside
 from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
@@ -40,6 +42,7 @@ __all__ = [
     "CollapsingRouter",
     "Dead",
     "DeadUnits",
+    "Epsilon",
     "EvalMode",
     "Exploding",
     "Fault",
@@ -61,6 +64,8 @@ __all__ = [
     "ReplicaDivergence",
     "Rule",
     "Severity",
+    "StaleSecondMoment",
+    "StateReset",
     "Stuck",
     "Untied",
     "UpdateRatio",

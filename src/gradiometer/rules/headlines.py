@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
     "eval_mode", "untied", "initialization", "learning_rate", "changed_outside", "replica_divergence",
+    "epsilon", "state_reset", "stale_second_moment",
     "nonfinite", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow", "loss_spike",
     "norm_spike", "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units",
     "vanishing", "dead", "update_ratio", "imbalance", "changed_gradients",
@@ -39,6 +40,10 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "initialization": _DIVERGED | {"initialization"},
     "learning_rate": _DIVERGED | _NOT_LEARNING,
     "changed_outside": _DIVERGED,
+    # updates that are a division by 0, or too large for their learning rate
+    "epsilon": _DIVERGED,
+    "state_reset": _DIVERGED,
+    "stale_second_moment": _DIVERGED,
     "nonfinite": _DIVERGED | _STOPPED | {"no_gradients"},
     "no_gradients": _STOPPED | {"initialization"},
     "accumulating": _DIVERGED,
