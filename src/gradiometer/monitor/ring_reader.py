@@ -152,14 +152,14 @@ class RingReader:
         if states is None or not states.is_due(self.step):
             return None, model
         try:
-            if model is not None and model.optimizers is not None:
-                updates, dtypes = states.facts(self._recorder)
-                known = replace(model.optimizers, updates=updates, dtypes=dtypes)
-                model = replace(model, optimizers=known)
-            return states.start(self._recorder), model
+            found = states.start(self._recorder)
         except Exception as error:  # noqa: BLE001 a lost device must not stop training
             self._failures.add("states", error)
             return None, model
+        if model is not None and model.optimizers is not None:
+            known = replace(model.optimizers, updates=found.updates, dtypes=found.dtypes)
+            model = replace(model, optimizers=known)
+        return found.tables, model
 
     def _keep(self, name: str, value: Tensor) -> int:
         place = len(self._taken)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradiometer.inputs import Named, is_dtensor, layout
+from gradiometer.inputs import Named, is_dtensor
 from gradiometer.recorder.kinds import state_kind
 from gradiometer.recorder.table import Table
 from gradiometer.stats import Pending, measure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from gradiometer.columns import Thresholds
     from gradiometer.recorder.catalog import Rows
@@ -71,16 +71,35 @@ def state_names(optimizer: Optimizer) -> list[str]:
     return list(dict.fromkeys([*names, *present]))
 
 
-def _is_state(x: object, parameter: Tensor) -> bool:
-    is_plain = type(x) is Tensor or type(x) is nn.Parameter or is_dtensor(type(x))
+def _is_state(x: Any, parameter: Tensor) -> bool:
     return (
-        is_plain
-        and isinstance(x, Tensor)
+        (type(x) is Tensor or type(x) is nn.Parameter or is_dtensor(type(x)))
         and x.dtype in _DTYPES
         and x.shape == parameter.shape
+        and x.layout == torch.strided
         and not x.is_meta
-        and layout(x) == torch.strided
     )
+
+
+def _count(value: object) -> float:
+    """Return a counter of updates; NaN if it is on another device, or not a number."""
+    if isinstance(value, Tensor) and (value.device.type != "cpu" or value.numel() != 1):
+        return math.nan
+    return float(value) if isinstance(value, (int, float, Tensor)) else math.nan
+
+
+class Measured(NamedTuple):
+    """What is known of the states after a step.
+
+    Attributes:
+        tables: by kind, on their way.
+        updates: how often each parameter was updated, by counters on the host; NaN where there is none.
+        dtypes: of the states of each parameter, as ``"float32"``; ``""`` where there are none.
+    """
+
+    tables: Pending[dict[str, Table]]
+    updates: tuple[float, ...]
+    dtypes: tuple[str, ...]
 
 
 class OptimizerStates:
@@ -116,58 +135,42 @@ class OptimizerStates:
         """Return whether the states of a step are measured."""
         return step % self.record_every == 0 and (step % self.every == 0 or self._measured < _FIRST)
 
-    def start(self, recorder: StepRing) -> Pending[dict[str, Table]]:
-        """Measure the states, and start to copy the result to the host: the tables by kind.
+    def start(self, recorder: StepRing) -> Measured:
+        """Measure the states, and start to copy the statistics to the host.
 
         Raises:
             TypeError: for a state that cannot be measured; the message names it.
         """
         self._measured += 1
-        rows = recorder.catalog.parameters
+        rows, parameters = recorder.catalog.parameters, recorder.parameters_tracked
         places: list[tuple[int, int]] = []
         labels: list[str] = []
         tensors: list[Any] = []
-        for place, name, held, state in self._each(recorder):
-            for number, kind in enumerate(self.kinds):
-                x = state.get(kind.name)
-                if _is_state(x, held):
-                    places.append((number, place))
-                    labels.append(kind.label(name))
-                    tensors.append(x)
+        updates, dtypes = [math.nan] * len(rows), [""] * len(rows)
+        numbered = list(enumerate(self.names))
+        for optimizer in self._alive():
+            states = optimizer.state
+            for place, (name, p) in enumerate(zip(rows.names, parameters, strict=True)):
+                held = self.masters.get(name, p)
+                state = states.get(held)
+                if not state:
+                    continue
+                updates[place] = _count(state.get("step"))
+                for number, of in numbered:
+                    x = state.get(of)
+                    if x is not None and _is_state(x, held):
+                        places.append((number, place))
+                        labels.append(f"{name}.{of}")
+                        tensors.append(x)
+                        dtypes[place] = dtypes[place] or str(x.dtype).removeprefix("torch.")
+        facts = tuple(updates), tuple(dtypes)
         if not tensors:
-            return Pending([], lambda _: {})
+            return Measured(Pending([], lambda _: {}), *facts)
         with recorder.in_order():
             named = Named(tuple(labels), tensors)
             stats = measure(named, "Monitor(states=...)", home=recorder.ring.device)
             build = partial(self._tables, rows, recorder.thresholds, places)
-            return Pending([stats.columns], build)
-
-    def facts(self, recorder: StepRing) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        """Return how often each parameter was updated, by counters on the host, and the dtype of its states.
-
-        NaN and ``""`` where these are not known.
-        """
-        size = len(recorder.parameters_tracked)
-        counts, dtypes = [math.nan] * size, [""] * size
-        for place, _, held, state in self._each(recorder):
-            count = state.get("step")
-            is_away = isinstance(count, Tensor) and (count.device.type != "cpu" or count.numel() != 1)
-            if isinstance(count, (int, float, Tensor)) and not is_away and not is_dtensor(type(count)):
-                counts[place] = float(count)
-            own = [state[name] for name in self.names if _is_state(state.get(name), held)]
-            dtypes[place] = str(own[0].dtype).removeprefix("torch.") if own else ""
-        return tuple(counts), tuple(dtypes)
-
-    def _each(self, recorder: StepRing) -> Iterator[tuple[int, str, Tensor, Mapping[str, Any]]]:
-        """Yield place and name of each parameter that has a state, the tensor that has it, and the state."""
-        for optimizer in self._alive():
-            for place, (name, p) in enumerate(
-                zip(recorder.catalog.names, recorder.parameters_tracked, strict=True)
-            ):
-                held = self.masters.get(name, p)
-                state = optimizer.state.get(held)
-                if state:
-                    yield place, name, held, state
+            return Measured(Pending([stats.columns], build), *facts)
 
     def _alive(self) -> list[Optimizer]:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
