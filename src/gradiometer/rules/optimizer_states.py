@@ -40,9 +40,12 @@ _RESUMED: Final = 20
 # A momentum that begins is the gradient, with weight decay nearly: relative difference of the norms, of a few
 # tensors and of more than two; before, it has to be this far from it, as with a momentum of 0.6 or more
 _EQUAL, _NEARLY, _APART = 1e-6, 0.02, 0.2
-# Updates after a resume differ if most tensors are this many deviations from their usual, by this factor:
-# a fresh Adam moves each element by lr, 2 to 10 times the usual
+# Updates after a resume differ if those of most tensors change by this many deviations, by this factor: a
+# fresh Adam moves each element by lr, 2 to 10 times the usual
 _DEVIATIONS, _CHANGE, _MOST = 4.0, math.log(1.5), 0.5
+
+# the distance from 1 of a share that is all up to rounding; with beta2 < 0.95 that may happen to any state
+_ALL, _LEAST_RATIO = 1e-3, 20.0
 
 RESTORE: Final = (
     "save optimizer.state_dict() with the model, and load it when the run is resumed; if the new state is "
@@ -77,10 +80,10 @@ class StateReset(WholeRule):
     """An optimizer whose state was lost, above all when a run was resumed without it.
 
     It knows this from counters that restart, from a second moment that falls below its bound, see this
-    module, and from a momentum that is equal to the gradient. In the first recorded step after a resume with
-    `gradiometer.Monitor.load_state_dict`, it also compares the norms of updates with their past, if they are
-    recorded: a finding needs most tensors to differ by a factor of 1.5 and 4 deviations, while their
-    gradients and learning rates do not.
+    module, and from a momentum that is equal to the gradient. In the first step after a resume with
+    `gradiometer.Monitor.load_state_dict`, it also compares the norms of updates with those of the step
+    before, if they are recorded: a finding needs most tensors to change by a factor of 1.5 and by 4 deviations
+    of their changes before, while their gradients and learning rates do not.
 
     Only tensors whose state was measured before count, so parameters that are unfrozen or added have none.
     States that are reset again and again are info: some methods do that on purpose.
@@ -100,6 +103,8 @@ class StateReset(WholeRule):
         "times",
         "updates",
         "grads",
+        "norms",
+        "last_step",
     )
 
     def __post_init__(self) -> None:
@@ -116,6 +121,8 @@ class StateReset(WholeRule):
         self.updates, self.grads = History(floor=1e-3), History(floor=1e-3)
         self.updates.restart(size)
         self.grads.restart(size)
+        self.norms = torch.full((2, size), math.nan, dtype=torch.float64, device="cpu")
+        self.last_step = -1
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a history; the next step is the first after a resume."""
@@ -134,15 +141,14 @@ class StateReset(WholeRule):
         if self.before_step is None and record.step >= _RESUMED:
             found = self._began(record, known)
         changed = self._changed(record, known) if record.has("updates") else ""
-        if is_first and changed and not found and self.before_step is not None:
-            found = changed
+        found = found or changed * is_first
         if known.updates:
             self.before_step = record.step
         if not found:
             return []
         self.times += 1
         severity = self.severity if self.times == 1 or is_first else min(self.severity, Severity.INFO)
-        text = f"the optimizer's state was lost by step {record.step}: {found}"
+        text = f"the optimizer's state was {found} (found at step {record.step})"
         return [self.finding(record, record.step, None, 0.0, 1.0, text, RESTORE, severity, None)]
 
     def _states(self, record: StepRecord, known: OptimizerState) -> str:
@@ -154,13 +160,15 @@ class StateReset(WholeRule):
         equals = self._equals(record)
         size = int((~before.isnan()).sum())
         if restarted.any():
-            text = f"{of(restarted, size)} counted {before[restarted].max():.0f} updates before, and "
-            return text + f"{counters[restarted].max():.0f} now"
+            count = int(counters[restarted].max())
+            text = f"lost: it counts {count} update{'s' * (count != 1)} of {of(restarted, size)} now, after "
+            return text + f"{before[restarted].max():.0f} before"
         if fallen.any():
-            text = f"the second moment of {of(fallen, int(share.isfinite().sum()))} fell to "
-            return text + f"{float(share[fallen].median()):.2g} of what its decay allows"
+            text = f"replaced: the second moment of {of(fallen, int(share.isfinite().sum()))} fell to "
+            return text + f"{float(share[fallen].median()):.2g} times what its decay allows"
         if equals:
-            return f"the momentum of {equals} tensors is the gradient of this step, as in a first step"
+            which = "the tensor" if equals == 1 else f"{equals} tensors"
+            return f"lost: the momentum of {which} is the gradient of this step, as in a first step"
         return ""
 
     def _fallen(
@@ -174,7 +182,12 @@ class StateReset(WholeRule):
         now = torch.where(is_known, record.value("sum", kind), math.nan)
         before, self.moments = self.moments, torch.where(is_known, now, self.moments)
         count = torch.where(counted >= 0, counted, steps)
-        share = now / (before * options_of(known, SECOND[kind]).pow(count))
+        kept = options_of(known, SECOND[kind]).pow(count)
+        # of an average whose decay rises from 0, the first updates have a share in proportion to their number
+        earlier = torch.where(counted >= 0, self.counters - counted, math.inf)
+        share = now / (
+            before * torch.minimum(kept, (earlier / self.counters).nan_to_num(nan=1.0, posinf=1.0))
+        )
         limit = torch.where(counted >= 0, _BELOW, _FAR_BELOW)
         return (share < limit) & (counted.isnan() | (counted >= 0)), share
 
@@ -198,26 +211,30 @@ class StateReset(WholeRule):
         counters = counters_of(known)
         if not (counters > 0).any() or (counters > FRESH).any():
             return ""
-        return f"this run begins at step {record.step}, but no parameter was updated before"
+        return f"not restored: the run goes on at step {record.step}, but no parameter was updated before"
 
     def _changed(self, record: StepRecord, known: OptimizerState) -> str:
-        """Return a text if the updates of most tensors differ from their past, and the gradients do not."""
+        """Return a text if the updates of most tensors change as they never do, and the gradients do not.
+
+        From one step to the next, on a logarithmic scale; each is compared with its own changes before.
+        """
         rates = [math.nan if rate is None else rate for rate in known.rates]
         rate = [rates[group] if group >= 0 else math.nan for group in known.groups]
-        scale = torch.tensor(rate, dtype=torch.float64, device="cpu").log()
-        x = record.value("sumsq", "updates").log() / 2 - scale
-        of_updates, of_grads = self.updates.score(x), self.grads.score(record.value("sumsq").log() / 2)
+        scale = torch.tensor(rate, dtype=torch.float64, device="cpu")
+        now = torch.stack([record.value("norm", "updates") / scale, record.value("norm")]).log()
+        changes = now - (self.norms if record.step == self.last_step + 1 else math.nan)
+        self.norms, self.last_step = now, record.step
+        of_updates, of_grads = self.updates.score(changes[0]), self.grads.score(changes[1])
         judged = (of_updates.z != 0) & (of_grads.z != 0)
         if not judged.any():
             return ""
-        change = (x - of_updates.usual)[judged]
-        middle = float(change.median())
-        most = float((of_updates.z[judged].abs() > _DEVIATIONS).double().mean())
-        grads = float(((record.value("sumsq").log() / 2) - of_grads.usual)[judged].median())
-        if most <= _MOST or abs(middle) < _CHANGE or abs(grads) > abs(middle) / 2:
+        z, z_grads = of_updates.z[judged].abs(), of_grads.z[judged].abs()
+        middle = float(changes[0][judged].median())
+        most = float((z > _DEVIATIONS).double().mean())
+        if most <= _MOST or abs(middle) < _CHANGE or z_grads.median() > z.median() / 2:
             return ""
-        text = f"updates are {_times(math.exp(middle))} the usual for their learning rate in the first step "
-        return text + f"after a resume, while gradients are {_times(math.exp(grads))} the usual"
+        text = f"lost: updates are {_times(math.exp(middle))} those of the step before, by the median of all "
+        return text + "tensors and for their learning rates, while the gradients are as usual"
 
 
 def _times(ratio: float) -> str:
@@ -241,13 +258,14 @@ class StaleSecondMoment(TensorRule):
     low for thousands of steps. If it is below its bound, see this module, then the optimizer does not get the
     gradients that are recorded, as if they are clipped after that, and there is no finding.
 
-    A state that is loaded, with a second moment that differs from the squares of the gradients by a factor of
-    100,000, in most tensors, is reported at once: it was computed from gradients of another scale.
+    A state that is loaded is reported at once if its second moment is 100,000 times the squares of the
+    gradients, or if the first gradient makes up 99.9 % of it, in most tensors: it was computed from gradients
+    of another scale.
 
     Args:
         ratio: limit of the mean square of the gradient divided by the second moment.
         steps: number of steps above it.
-        scale: limit for a state that was loaded, in either direction.
+        scale: limit for a state that was loaded.
     """
 
     name = "stale_second_moment"
@@ -290,8 +308,9 @@ class StaleSecondMoment(TensorRule):
         is_known = (moment > 0) & square.isfinite() & (record.value("n_nonfinite", kind) == 0) & (count > 0)
         ratio = torch.where(is_known, square / corrected, math.nan)
         is_first, self.is_first = self.is_first, False
-        if is_first and (loaded := self._loaded(record, ratio, counters)):
-            return loaded
+        loaded = self._loaded(record, ratio, counters, (1.0 - beta) * square / moment) if is_first else None
+        if loaded is not None:
+            return [loaded]
         now = ratio > self.ratio
         has_lasted = now & (self.since < record.step)
         self.since = torch.where(has_lasted, self.since, torch.where(now, float(record.step), math.nan))
@@ -311,16 +330,20 @@ class StaleSecondMoment(TensorRule):
 
         return self.findings(record, kind, found, ratio.nan_to_num(nan=0.0), describe, self.since)
 
-    def _loaded(self, record: StepRecord, ratio: Tensor, counters: Tensor) -> list[Finding]:
-        """Return a finding if a state that was loaded has another scale than the gradients."""
-        judged = ratio[(counters > FRESH) & ratio.isfinite()]
-        if not len(judged):
-            return []
-        middle = float(judged.median())
-        if 1 / self.scale < middle < self.scale:
-            return []
-        text = (
-            f"the second moment that was loaded is {_times(1 / middle)} the square of the gradients, by the "
-        )
-        text += "median of all tensors: it was computed from gradients of another scale"
-        return [self.finding(record, record.step, None, middle, self.scale, text, REFRESH, kind=None)]
+    def _loaded(self, record: StepRecord, ratio: Tensor, counters: Tensor, last: Tensor) -> Finding | None:
+        """Return a finding if a state that was loaded has another scale than the gradients.
+
+        ``last``: the share of this step's gradient in the second moment.
+        """
+        judged = (counters > FRESH) & ratio.isfinite()
+        if not judged.any():
+            return None
+        middle = float(ratio[judged].median())
+        if middle < 1 / self.scale:
+            text = f"is {times(1 / middle)} the square of the gradients, by the median of all tensors"
+        elif float(((last[judged] - 1.0).abs() < _ALL).double().mean()) > _MOST and middle > _LEAST_RATIO:
+            text = "was so small that the first gradient makes up all of it in most tensors"
+        else:
+            return None
+        text = f"the second moment that was loaded {text}: it was computed from gradients of another scale"
+        return self.finding(record, record.step, None, middle, self.scale, text, REFRESH, kind=None)
