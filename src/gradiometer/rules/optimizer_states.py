@@ -82,8 +82,8 @@ class StateReset(WholeRule):
     It knows this from counters that restart, from a second moment that falls below its bound, see this
     module, and from a momentum that is equal to the gradient. In the first step after a resume with
     `gradiometer.Monitor.load_state_dict`, it also compares the norms of updates with those of the step
-    before, if they are recorded: a finding needs most tensors to change by a factor of 1.5 and by 4 deviations
-    of their changes before, while their gradients and learning rates do not.
+    before, if they are recorded: a finding needs most tensors to change by a factor of 1.5 and by 4
+    deviations of their changes before, while their gradients and learning rates do not.
 
     Only tensors whose state was measured before count, so parameters that are unfrozen or added have none.
     States that are reset again and again are info: some methods do that on purpose.
