@@ -126,8 +126,9 @@ def tensors(
         found: list[Difference] = []
         for kind, own in names.items():
             schema, tables = kinds[kind].schema, [record.tables.get(kind) for record in pair]
-            if None in tables and (tables == [None, None] or schema.storage == "sparse"):
-                # histograms may be recorded in other steps
+            is_rare = schema.storage == "sparse" or kinds[kind].of == "states"
+            if None in tables and (tables == [None, None] or is_rare):
+                # histograms and states may be recorded in other steps
                 continue
             here, there = (
                 record.columns(kind)[index[kind]].nan_to_num(nan=0.0)
