@@ -693,6 +693,9 @@ def train_watched(model, rank, size, run_dir, limit=None):
     with gm.watch(
         model, optimizer, run_dir=run_dir, weights=True, rules=[ChangedGradients(), LoopOrder()]
     ) as monitor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = {"weights": True, "rules": [ChangedGradients()], "states": 4}
+    with gm.watch(model, optimizer, run_dir=run_dir, **options) as monitor:
         for step in range(10):
             loss = loss_of(model, step, rank, size)
             loss.backward()
@@ -714,6 +717,8 @@ def test_a_watched_loop_of_two_ranks_is_as_of_a_single_process(two_ranks, tmp_pa
     assert two_ranks.run(watched_job, kind, str(tmp_path / "job"), limit) == [({}, 0, [])] * 2
     train_watched(network(), 0, 1, tmp_path / "alone", limit)
     assert_same(tmp_path / "job", tmp_path / "alone", 10)
+    measured = [step for step in range(10) if read_run(tmp_path / "job").record(step).has("momentum_buffer")]
+    assert measured == [0, 1, 4, 8]
     if limit is not None:
         for step in range(10):
             record = read_run(tmp_path / "job").record(step)

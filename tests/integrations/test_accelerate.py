@@ -102,7 +102,8 @@ def test_several_models_have_names_by_their_order():
         f"model_{i}.{name}" for i in (0, 1) for name in ("weight", "bias")
     )
     assert len(sink.steps) == 5
-    assert set(sink.records[0].scalars) == {"lr", "lr_1"}
+    options = {"optimizer/momentum", "optimizer/weight_decay"}
+    assert set(sink.records[0].scalars) == {"lr", "lr_1"} | options
 
 
 def test_errors_say_what_to_do(monkeypatch):

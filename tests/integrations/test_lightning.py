@@ -556,7 +556,7 @@ def test_what_the_module_logs_in_a_batch_is_recorded_with_its_step(tmp_path):
     assert sink.scalars("both") == [1.0, 2.0, 3.0, 4.0]
     # the rates are those of the optimizer
     assert sink.scalars("lr") == pytest.approx(module.lrs)
-    names = [set(record.scalars) for record in sink.records]
+    names = [{x for x in record.scalars if not x.startswith("optimizer/")} for record in sink.records]
     assert names == [{"loss", "lr", "train_loss", "both"} | ({"once"} if i == 1 else set()) for i in range(4)]
     assert "log" not in vars(module)
 

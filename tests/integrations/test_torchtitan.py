@@ -111,7 +111,7 @@ def test_the_override_installs_it(adapter, tmp_path):
     assert run.steps["recorded"].to_pylist() == [True, False, True, False]
     assert run.steps["loss"].null_count == 0
     assert run.catalog.taps.names == ("1.out",)
-    assert set(run.steps["kinds"].to_pylist()[0]) == KINDS
+    assert set(run.steps["kinds"].to_pylist()[0]) == KINDS | {"exp_avg", "exp_avg_sq"}
     assert trainer.metrics_processor.watched.monitor.failures == {}
 
 
@@ -448,7 +448,7 @@ def test_the_override_with_fsdp(folder):
     alone, seen = trained(folder, "fsdp", "none"), trained(folder, "fsdp", "component")
     assert [rank["weights"] for rank in alone] == [rank["weights"] for rank in seen]
     steps = compare(folder, seen)
-    assert set(steps["kinds"].to_pylist()[0]) == KINDS
+    assert set(steps["kinds"].to_pylist()[0]) >= KINDS
     run = gm.read_run(folder / "outputs/gradiometer")
     assert len(run.catalog.taps.names) == 6
 

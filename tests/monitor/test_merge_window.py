@@ -162,7 +162,7 @@ def test_tables_merge_by_their_schemas(kind, data):
         assert torch.equal(table.values, expected)
         assert table.values.dtype == kind.schema.dtype
         assert table.values.is_contiguous()
-        assert torch.equal(table.flags, kind.schema.flags_of(expected, DEFAULT_THRESHOLDS))
+        assert torch.equal(table.flags, kind.flags_of(expected, DEFAULT_THRESHOLDS))
         assert table.rows.names == (("w", "b") if kind.rows == "parameter" else TAPS)
         bad = [rank for rank, part in own.items() if "n_nan" in kind.schema and part[0, index["n_nan"]]]
         assert table.origin.tolist() == [*(bad or [-1])[:1], *[-1] * (len(table.rows) - 1)]

@@ -17,7 +17,7 @@ from gradiometer.integrations.backward_passes import BackwardPasses
 from gradiometer.integrations.clipping import ClippedGradients, observe
 from gradiometer.integrations.optimizers import one_of_each_group, optimizers_in, parts_of
 from gradiometer.integrations.partitioned import framework_of
-from gradiometer.integrations.session import collect_part
+from gradiometer.integrations.session import STATES, collect_part
 from gradiometer.integrations.step_order import OrderOfSteps, Scaling
 from gradiometer.integrations.unsupported import refuse
 from gradiometer.integrations.watched_step import WatchedStep
@@ -146,6 +146,7 @@ def watch(
         raise TypeError(f"watch: expected scaler=torch.amp.GradScaler(...), got {type(scaler).__name__}")
     names, tensors = tracked_parameters(model)
     parts, masters = parts_of([each.optimizer for each in wrapped], dict(zip(tensors, names, strict=True)))
+    options = {"states": STATES, **options, "optimizer": [each.optimizer for each in wrapped]}
     monitor = Monitor(model, **options)
     loop = _Loop(monitor, wrapped, parts, masters, scaler, options)
     monitor.set_driver(Driver("watch", tuple(loop.optimizers), loop.facts))

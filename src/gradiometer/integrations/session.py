@@ -6,7 +6,7 @@ import inspect
 import logging
 from contextlib import suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ _LOG = logging.getLogger("gradiometer")
 # seconds to wait for other ranks to create their Monitor, which may itself wait a minute for other ranks
 _TIMEOUT = 75.0
 _MOMENT = 10.0
+
+STATES: Final = 10
+"""The cadence of the states of optimizers, unless ``states=`` says otherwise."""
 
 _Hook = TypeVar("_Hook", bound="Callable[..., None]")
 
@@ -109,7 +112,13 @@ class Session:
         self._measured = False
         failure = None
         try:
-            self.monitor = Monitor(measurable(model), **self._options)
+            # without wrappers such as Accelerate's
+            known = tuple([getattr(each, "optimizer", each) for each in optimizers])
+            is_known = all([isinstance(each, Optimizer) for each in known])
+            options = {"states": STATES, **self._options, "optimizer": known if is_known else None}
+            if not (known and is_known):
+                options["states"] = None
+            self.monitor = Monitor(measurable(model), **options)
             self.running = True
             names, parameters = named_parameters(model, self._caller)
             self._names = dict(zip(parameters, names, strict=True))
@@ -120,6 +129,7 @@ class Session:
             is_known = all([isinstance(each, Optimizer) for each in known])
             self._facts = LoopFacts()
             self.monitor.set_driver(Driver("trainer", known if is_known else (), self._facts))
+            self.monitor.set_driver(Driver("trainer", known if is_known else ()))
             self._several = known if is_known and len(known) > 1 else ()
             self.monitor.split_updates(self._parts())
             self._observe_clips(scaler, known if is_known else ())

@@ -150,7 +150,7 @@ class TableMerger:
             if not kept.all():
                 columns = torch.where(kept.unsqueeze(2), columns, 0)
             columns = columns.to(kind.schema.dtype)
-            flags = kind.schema.flags_of(columns, self._thresholds)
+            flags = kind.flags_of(columns, self._thresholds)
             code = sections.tops[f"origin {kind.name}"].t()
             origin = torch.where(code > 0, self._ranks.size - code, -1).to(torch.int64)
             bits = None

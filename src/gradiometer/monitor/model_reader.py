@@ -14,7 +14,7 @@ from gradiometer.inputs import is_dtensor, named_parameters, without_wrappers
 from gradiometer.monitor.loss_graph import leaves_of
 from gradiometer.monitor.optimizer_reader import OptimizerReader
 from gradiometer.monitor.value_reader import ValueReader
-from gradiometer.recorder import Driver, ModelState, gradient_framework
+from gradiometer.recorder import OPTION, Driver, ModelState, gradient_framework
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -45,6 +45,9 @@ class ModelReader:
         self._reads = 0
         self._values = ValueReader(self._modules, recorder)
         self._foreign: list[weakref.ref[Tensor]] = []
+        # the hyperparameters that were recorded last, and what they are of
+        self._options: dict[str, float] = {}
+        self._optioned: OptimizerState | None = None
         self._gradient: tuple[Callable[[], Tensor | None], int] = (_nothing, 0)
         self.set_driver(Driver())
 
@@ -104,6 +107,26 @@ class ModelReader:
             self._state = replace(old, optimizers=optimizers)
         self.look_at(loss)
         return self._state
+
+    def scalars(self) -> dict[str, float]:
+        """Return the learning rates, if nobody else passes them, and hyperparameters that have changed."""
+        known = self._state.optimizers
+        if known is None:
+            return {}
+        rates = known.first_rates() if self._driver == "loop" else {}
+        if known is self._optioned:
+            return rates
+        self._optioned = known
+        now = {**dict.fromkeys(self._options), **known.scalars()}
+        changed = {name: x for name, x in now.items() if x is not None and self._options.get(name) != x}
+        # a group whose rate differed once, and is that of the first group now
+        for name, before in self._options.items():
+            if now[name] is None and name.startswith(f"{OPTION}lr/"):
+                rate = known.rates[int(name.rpartition("_")[2])]
+                if rate is not None and rate != before:
+                    changed[name] = rate
+        self._options |= changed
+        return {**rates, **changed}
 
     def note(self) -> None:
         """Note the modes and the learning rates now, before an update, an evaluation or a scheduler."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from torch.optim import Optimizer
+
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
     from gradiometer.recorder import Driver, Kind
@@ -96,6 +98,12 @@ class Monitor(MonitoredRun):
             `record` is called: with a loss scale, of scaled ones.
         kinds: kinds of your own, `gradiometer.recorder.Kind`: each is measured in every `record`, and has a
             table in the steps, the run record, sinks and the page of the run.
+        optimizer: the optimizer that updates the model, or several: their hyperparameters are recorded, and
+            rules know which parameters they hold. `gradiometer.watch` passes them.
+        states: in recorded steps divisible by this, and in the first two, also measure the states of the
+            optimizers that have the shape of their parameter, such as Adam's ``exp_avg`` and ``exp_avg_sq``;
+            each is a kind of that name. None: in no step. They are measured in `advance`, after the update.
+        state_names: the names of these states; None: those that the optimizers' classes are known to have.
         keep_weights: keep a copy of the weights and buffers at the start of the step, so that a step that is
             not finite can be repeated, see `keep`; needs ``run_dir``, and ``skip_nonfinite``, which tells the
             device when to stop copying.
@@ -148,6 +156,9 @@ class Monitor(MonitoredRun):
         taps: Taps | None = None,
         precision: int | None = None,
         kinds: Kind | Sequence[Kind] = (),
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        states: int | None = None,
+        state_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__(model, locals())
         self.skips = self._has_loss_scale = False
@@ -254,6 +265,8 @@ class Monitor(MonitoredRun):
         state = self._failures.attempt(
             "model", self._model_reader.read, loss, afresh=is_due, has_loss_scale=scaled, step=self.step
         )
+        for name, value in (self._failures.attempt("model", self._model_reader.scalars) or {}).items():
+            scalars.setdefault(name, value)
         self._current.commit(state)
 
     def keep(self, *args: Any, **kwargs: Any) -> None:
@@ -294,6 +307,8 @@ class Monitor(MonitoredRun):
                 float32 master weights, of the same shapes; updates are then those of these tensors.
         """
         self._updates.split(parts, masters or {})
+        if self._recorder.states is not None:
+            self._recorder.states.masters = masters or {}
 
     def begin_updates(self, part: int | None = None) -> None:
         """Copy the weights right before ``optimizer.step()``, so that only what it does counts as an update.

@@ -17,7 +17,7 @@ from gradiometer.monitor.pipeline import Pipeline
 from gradiometer.monitor.rank_merger import RankMerger
 from gradiometer.monitor.run_names import choose_run_dir
 from gradiometer.monitor.signals import subscribe
-from gradiometer.recorder import Recorder, check_integer
+from gradiometer.recorder import Driver, Recorder, check_integer
 from gradiometer.rules import counts_text
 from gradiometer.runs import kept_path
 from gradiometer.stats import is_repeating
@@ -58,7 +58,9 @@ class MonitoredRun:
             setup.check_options(given, folder)
             # the only part that is used inside a compiled step, except for updates
             options = {name: given[name] for name in _OF_RECORDER.split()}
-            self._recorder = recorder = Recorder(model, ranks=ranks, **options)
+            optimizers = setup.prepare_optimizers(given["optimizer"])
+            states = setup.prepare_states(optimizers, given["states"], given["state_names"], group)
+            self._recorder = recorder = Recorder(model, ranks=ranks, states=states, **options)
             catalog, bits = recorder.catalog, recorder.fingerprint
             merger = None
             if ranks is not None and group is not None:
@@ -75,6 +77,8 @@ class MonitoredRun:
             sinks = setup.prepare_sinks(given["sinks"], folder, rank, is_merged=merger is not None)
         self._parameter_check = ParameterCheck(model, recorder, self._failures)
         self._model_reader = ModelReader(model, recorder)
+        if optimizers:
+            self._model_reader.set_driver(Driver(optimizers=optimizers))
         self._updates = UpdateTracker(recorder, self._failures, is_enabled=bool(given["updates"]))
         num_ranks = 1 if merger is None or ranks is None else ranks.size
         names = setup.class_names(model)

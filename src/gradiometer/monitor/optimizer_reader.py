@@ -180,6 +180,8 @@ def _options(group: Mapping[str, object]) -> dict[str, float]:
     betas = values.pop("betas", ())
     if isinstance(betas, (tuple, list)):
         values |= {f"beta{i}": beta for i, beta in enumerate(betas, 1)}
+    # its kernel computes in float32, whatever the dtype of the states is
+    values |= {"fused": 1.0} if values.get("fused") is True else {}
     found = {name: _rate(value) for name, value in values.items() if not isinstance(value, (bool, str))}
     return {name: number for name, number in found.items() if number is not None}
 

@@ -28,7 +28,8 @@ _FORGOTTEN = 20
 class _Taken(NamedTuple):
     """A step as the host knows it: its scalars, and the places of scalars that are on a device, by name.
 
-    ``exponents``: the copies of its histograms, on their way; None in a step that is not due.
+    ``exponents``, ``states``: the copies of its histograms, and of the statistics of states of optimizers, on
+    their way; None in a step that is not due.
     """
 
     step: int
@@ -37,6 +38,7 @@ class _Taken(NamedTuple):
     away: dict[str, int]
     model: ModelState | None
     exponents: list[Pending[list[Tensor]]] | None = None
+    states: Pending[dict[str, Table]] | None = None
 
 
 class _Transfer(NamedTuple):
@@ -55,7 +57,8 @@ class _Transfer(NamedTuple):
     def ready(self) -> bool:
         """Return whether all copies have arrived."""
         others = [copy for taken in self.taken for copy in taken.exponents or ()]
-        return self.pending.ready() and all([copy.ready() for copy in others])
+        states = [taken.states.ready() for taken in self.taken if taken.states is not None]
+        return self.pending.ready() and all([*[copy.ready() for copy in others], *states])
 
 
 class RingReader:
@@ -105,7 +108,8 @@ class RingReader:
 
     def take(self, scalars: Mapping[str, Any], model: ModelState | None = None) -> None:
         """End the step. Scalars are numbers, or tensors of one element on any device."""
-        taken = _Taken(self.step, time.time(), {}, {}, model, self._copy_exponents())
+        states, model = self._measure_states(model)
+        taken = _Taken(self.step, time.time(), {}, {}, model, self._copy_exponents(), states)
         for name, value in scalars.items():
             try:
                 if isinstance(value, Tensor) and value.device.type not in {"cpu", "meta"}:
@@ -139,6 +143,23 @@ class RingReader:
         except Exception as error:  # noqa: BLE001 a lost device must not stop training
             self._failures.add("precision", error)
             return None
+
+    def _measure_states(
+        self, model: ModelState | None
+    ) -> tuple[Pending[dict[str, Table]] | None, ModelState | None]:
+        """Start to measure the states of optimizers, if the step is due; add their counters to the model."""
+        states = self._recorder.states
+        if states is None or not states.is_due(self.step):
+            return None, model
+        try:
+            found = states.start(self._recorder)
+        except Exception as error:  # noqa: BLE001 a lost device must not stop training
+            self._failures.add("states", error)
+            return None, model
+        if model is not None and model.optimizers is not None:
+            known = replace(model.optimizers, updates=found.updates, dtypes=found.dtypes)
+            model = replace(model, optimizers=known)
+        return found.tables, model
 
     def _keep(self, name: str, value: Tensor) -> int:
         place = len(self._taken)
@@ -273,13 +294,13 @@ class RingReader:
         missing: tuple[float, dict[str, float]] = (time.time(), {})
         steps = sorted({*known, *slots})
         records = [self._recorder.as_record(x, *known.get(x, missing), slots.get(x)) for x in steps]
-        exponents = {x.step: self._exponents(x) for x in transfer.taken if x.exponents}
+        others = {x.step: self._others(x) for x in transfer.taken if x.exponents or x.states}
         records = [
             replace(
                 record,
                 skipped=record.skipped and self.skips,
                 model=models.get(record.step),
-                tables={**record.tables, **exponents.get(record.step, {})},
+                tables={**record.tables, **others.get(record.step, {})},
             )
             for record in records
         ]
@@ -294,11 +315,13 @@ class RingReader:
         )
         return records
 
-    def _exponents(self, taken: _Taken) -> Mapping[str, Table]:
+    def _others(self, taken: _Taken) -> Mapping[str, Table]:
+        """Return the tables of a step that are not in the ring."""
+        states = {} if taken.states is None else taken.states.result()
         stores = self._recorder.exponents
         if stores is None or taken.exponents is None or taken.step in self._refused:
-            return {}
-        return stores.tables_of([copy.result() for copy in taken.exponents], taken.step)
+            return states
+        return {**stores.tables_of([copy.result() for copy in taken.exponents], taken.step), **states}
 
 
 def _slots(ring: Tensor, first: int, new: int) -> list[Tensor]:

@@ -11,11 +11,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from torch.optim import Optimizer
+
 from gradiometer import distributed, sinks
 from gradiometer.distributed import RankError, Ranks
 from gradiometer.inputs import tracked_parameters
 from gradiometer.monitor.failures import describe
-from gradiometer.recorder import RunInfo, check_integer, described
+from gradiometer.recorder import OptimizerStates, RunInfo, check_integer, described, state_names
 from gradiometer.rules import Rule, default_rules
 from gradiometer.runs import RankBlackbox, RunRecord
 from gradiometer.sinks import Function, Sink
@@ -53,12 +55,40 @@ def check_options(given: Mapping[str, Any], folder: object) -> None:
 def shared_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a monitor that must be equal on all ranks, as plain values."""
     return {
-        **{name: given[name] for name in ("every", "skip_above", "precision")},
+        **{name: given[name] for name in ("every", "skip_above", "precision", "states", "state_names")},
         **{name: bool(given[name]) for name in _SHARED_FLAGS.split()},
         "thresholds": repr(given["thresholds"]),
         "taps": getattr(given["taps"], "names", None),
         "kinds": described(given["kinds"]),
     }
+
+
+def prepare_optimizers(given: Any) -> tuple[Optimizer, ...]:
+    """Return the optimizers of a monitor; raise TypeError for anything else."""
+    found = () if given is None else tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    for each in found:
+        if not isinstance(each, Optimizer):
+            msg = f"Monitor(optimizer=...): expected a torch.optim.Optimizer, or several, got {each!r:.40}"
+            raise TypeError(msg)
+    return found
+
+
+def prepare_states(
+    optimizers: Sequence[Optimizer], every: Any, names: Any, group: Any
+) -> OptimizerStates | None:
+    """Return the states of optimizers that a monitor measures, the same on all ranks; None if it does not."""
+    if every is None:
+        return None
+    check_integer("Monitor", "states", every, 1)
+    if not optimizers:
+        raise ValueError(f"Monitor(states={every}) needs optimizer=..., the optimizer with these states")
+    if names is None:
+        names = [name for optimizer in optimizers for name in state_names(optimizer)]
+        if group is not None:
+            # a rank may hold no states yet
+            names = [name for own in distributed.share(names, group) for name in own]
+    asked = [names] if isinstance(names, str) else names
+    return OptimizerStates(optimizers, sorted(dict.fromkeys(asked)), every)
 
 
 def prepare_rules(rules: Iterable[Rule] | None) -> list[Rule]:

@@ -94,7 +94,7 @@ class Summary:
         self._first = f"{steps:,} steps, {recorded:,} with tensors" + _last_text(last)
         self._headlines = headlines(findings)
         self._counts = counts_text(findings)
-        self._end = [*lost_text(dropped, failures), *([command] if command else [])]
+        self._end = [*_not_held(last), *lost_text(dropped, failures), *([command] if command else [])]
 
     def __str__(self) -> str:
         """Return some ten lines."""
@@ -110,6 +110,19 @@ class Summary:
         table = table_of(self._headlines)
         notes = [*table.notes, *[printable(line) for line in self._end]]
         return html(table._replace(headline=printable(f"{self._first}; {self._counts}"), notes=notes))
+
+
+def _not_held(last: StepRecord | None) -> list[str]:
+    """Return a line about the parameters that no optimizer holds; none if there are none."""
+    known = None if last is None or last.model is None else last.model.optimizers
+    if last is None or known is None or known.has_others or len(known.groups) != len(last.names()):
+        return []
+    is_held = zip(last.names(), known.groups, known.rounded_well, strict=True)
+    names = [name for name, group, has_copy in is_held if group < 0 and not has_copy]
+    if not names:
+        return []
+    some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return [f"no optimizer holds {len(names)} of {len(last.names())} parameters: {some}"]
 
 
 def _last_text(last: StepRecord | None) -> str:

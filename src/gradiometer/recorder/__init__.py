@@ -7,6 +7,7 @@ holds them on the host. Nothing here starts a thread, accesses a disk or judges 
 from gradiometer.recorder.catalog import Catalog, Rows
 from gradiometer.recorder.kinds import KINDS, LOSS_ORDER, Kind, described, kinds_of, label, register
 from gradiometer.recorder.model_state import (
+    OPTION,
     Driver,
     LoopFacts,
     ModelState,
@@ -15,6 +16,7 @@ from gradiometer.recorder.model_state import (
     StepOrder,
     gradient_framework,
 )
+from gradiometer.recorder.optimizer_states import OptimizerStates, state_names
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.settings import check_integer
 from gradiometer.recorder.step_record import RunInfo, StepRecord
@@ -24,6 +26,7 @@ from gradiometer.recorder.updates import Updates
 __all__ = [
     "KINDS",
     "LOSS_ORDER",
+    "OPTION",
     "Catalog",
     "Driver",
     "Kind",
@@ -31,6 +34,7 @@ __all__ = [
     "ModelState",
     "ModelValues",
     "OptimizerState",
+    "OptimizerStates",
     "Recorder",
     "Rows",
     "RunInfo",
@@ -44,4 +48,5 @@ __all__ = [
     "kinds_of",
     "label",
     "register",
+    "state_names",
 ]

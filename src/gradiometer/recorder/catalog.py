@@ -73,13 +73,18 @@ class Catalog:
 
     @cached_property
     def num_tensors(self) -> int:
-        """The number of tensors that a step can measure."""
-        return sum([len(self.rows(kind.name)) for kind in self.dense])
+        """The number of tensors that the ring holds of a step."""
+        return sum([len(self.rows(kind.name)) for kind in self.in_ring])
 
     @cached_property
     def dense(self) -> tuple[Kind, ...]:
         """The kinds that are stored as columns."""
         return tuple([kind for kind in self.kinds.values() if kind.schema.storage == "columns"])
+
+    @cached_property
+    def in_ring(self) -> tuple[Kind, ...]:
+        """Those of `dense` that are written to the ring of a recorder."""
+        return tuple([kind for kind in self.dense if kind.of != "states"])
 
     @cached_property
     def sparse(self) -> tuple[Kind, ...]:

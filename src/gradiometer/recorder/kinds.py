@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import re
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from gradiometer.columns import ACTIVATIONS, EXPONENTS, PAIRS, TENSORS, Schema
+from gradiometer.columns import ACTIVATIONS, EXPONENTS, PAIRS, TENSORS, Flag, Schema, Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,9 +15,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RowSpace = Literal["parameter", "tap"]
+Source = Literal["grads", "weights", "states"]
 
 LOSS_ORDER: Final = 2.0
 """The place of the loss in the order in which a step computes its kinds."""
+
+# names of states that are names of kinds, too: those of a Python identifier
+_STATE: Final = re.compile(r"[A-Za-z]\w{0,63}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class Kind:
         is_backward: whether the tensors are computed from the model's last to its first.
         has_fingerprints: whether fingerprints of the same tensors can be recorded.
         option: the argument that makes a Monitor or Recorder record it, such as ``"weights=True"``.
-        of: the kind whose tensors ``measure`` gets, ``"grads"`` or ``"weights"``.
+        of: the kind whose tensors ``measure`` gets, ``"grads"`` or ``"weights"``; ``"states"``: it is a state
+            of an optimizer, which a Monitor measures after the update, and which is not in the ring.
         measure: of a kind of your own: a function from T tensors on one device to their raw columns,
             ``(T, C)`` on that device. It runs in each `gradiometer.Recorder.record`, also in compiled steps.
 
@@ -49,12 +56,23 @@ class Kind:
     is_backward: bool = False
     has_fingerprints: bool = False
     option: str = "kinds=[...]"
-    of: Literal["grads", "weights"] = "grads"
+    of: Source = "grads"
     measure: Callable[[Sequence[Tensor]], Tensor] | None = field(default=None, compare=False, repr=False)
 
     def label(self, name: str) -> str:
         """Return a tensor's display name."""
         return name + self.suffix
+
+    def flags_of(self, columns: Tensor, thresholds: Thresholds) -> Tensor:
+        """Return the flags of rows, ``(..., C) -> (...) int32``; those of a state only tell NaN and Inf.
+
+        A second moment is the square of a gradient, so the limits of norms of gradients do not fit it.
+        """
+        if self.of == "states":
+            thresholds = replace(thresholds, vanishing=0.0, exploding=math.inf, dead=math.inf)
+            finite = Flag.NAN | Flag.INF
+            return self.schema.flags_of(columns, thresholds) & int(finite)
+        return self.schema.flags_of(columns, thresholds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, with the name of the schema only."""
@@ -73,7 +91,7 @@ class Kind:
         if (
             not all([isinstance(text, str) for text in texts])
             or found.rows not in get_args(RowSpace)
-            or found.of not in {"grads", "weights"}
+            or found.of not in get_args(Source)
             or not isinstance(found.order, (int, float))
             or found.measure is not None
             or not {found.is_backward, found.has_fingerprints} <= {True, False}
@@ -108,11 +126,18 @@ ACTIVATION_GRADS: Final = Kind(
 GRAD_EXPONENTS: Final = Kind("grad_exponents", EXPONENTS, "gradient", ".grad", option="precision=100")
 WEIGHT_EXPONENTS: Final = Kind("weight_exponents", EXPONENTS, "weight", option="precision=100", of="weights")
 
+
+def _of_state(name: str) -> Kind:
+    # computed from the gradients, before the updates
+    return Kind(name, TENSORS, name, f".{name}", order=5.0, option="optimizer=..., states=10", of="states")
+
+
 KINDS: Final[dict[str, Kind]] = {
     kind.name: kind
     for kind in (
         *(GRADS, WEIGHTS, UPDATES, ACTIVATION_VALUES, ACTIVATION_GRADS),
         *(GRAD_EXPONENTS, WEIGHT_EXPONENTS),
+        *map(_of_state, ("exp_avg", "exp_avg_sq", "momentum_buffer")),
     )
 }
 """The kinds by name, in the order of a record's tables; `register` adds others."""
@@ -166,6 +191,19 @@ def register(kind: Kind) -> Kind:
     return kind
 
 
+def state_kind(name: str) -> Kind:
+    """Return the kind of a state of an optimizer, such as ``"exp_avg_sq"``, and register it.
+
+    Raises:
+        ValueError: for a name that a kind cannot have.
+    """
+    if not isinstance(name, str) or not _STATE.fullmatch(name) or name in {"total", "finite"}:
+        msg = f"states: {name!r:.40} cannot be the name of a state of an optimizer; pass such as 'exp_avg_sq'"
+        raise ValueError(msg)
+    kind = _of_state(name)
+    return KINDS[name] if KINDS.get(name) == kind else register(kind)
+
+
 def kind_named(name: str) -> Kind:
     """Return a registered kind; raise KeyError if there is none."""
     if name not in KINDS:
@@ -179,6 +217,8 @@ def kinds_of(names: Iterable[str | Kind]) -> dict[str, Kind]:
     found = [kind_named(kind) if isinstance(kind, str) else kind for kind in names]
     order = list(KINDS)
     found.sort(key=lambda kind: order.index(kind.name) if kind.name in KINDS else len(order))
+    # the same on all ranks, whatever each has registered before
+    found.sort(key=lambda kind: (kind.of == "states", kind.name if kind.of == "states" else ""))
     return {kind.name: kind for kind in found}
 
 

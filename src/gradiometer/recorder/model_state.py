@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -85,6 +86,13 @@ class Driver:
     model: Module | None = None
 
 
+OPTION: Final = "optimizer/"
+"""How the names of scalars begin that are hyperparameters of param groups, recorded when they change."""
+_OPTIONS: Final = re.compile(r"weight_decay|eps|beta\d+|momentum|alpha|rho")
+# param groups whose hyperparameters are recorded, at most
+_GROUPS: Final = 64
+
+
 @dataclass(frozen=True)
 class OptimizerState:
     """Which parameters the known optimizers hold, and with which learning rates.
@@ -100,6 +108,9 @@ class OptimizerState:
         writes_back: whether parameters that have master weights were seen to be written in place.
         options: the other hyperparameters of each param group that are numbers, by name: ``weight_decay``,
             ``eps``, ``momentum``, and ``beta1``, ``beta2``, … of ``betas``.
+        updates: how often each parameter was updated, by the optimizer's own counters; NaN where they are not
+            on the host. Empty in steps in which no states of optimizers were measured.
+        dtypes: of the states of each parameter, as ``"float32"``; ``""`` if it has none. Empty likewise.
         has_others: whether an optimizer holds other tensors, such as copies of the parameters in one buffer.
         methods: for each param group, the optimizer of `torch.optim` whose formula updates it, such as
             ``"AdamW"``; empty if it is another one, or has an option that changes the formula.
@@ -120,6 +131,8 @@ class OptimizerState:
     options: tuple[Mapping[str, float], ...] = ()
     methods: tuple[str, ...] = ()
     scheduled: tuple[bool, ...] = ()
+    updates: tuple[float, ...] = ()
+    dtypes: tuple[str, ...] = ()
 
     @cached_property
     def held(self) -> Tensor:
@@ -131,6 +144,38 @@ class OptimizerState:
         """Which parameters are in a group whose learning rate is 0, ``(N,) bool``."""
         frozen = [group >= 0 and self.rates[group] == 0.0 for group in self.groups]
         return torch.tensor(frozen, dtype=torch.bool, device="cpu")
+
+    def first_rates(self) -> dict[str, float]:
+        """Return the learning rate of each optimizer's first group: ``lr``, ``lr_1`` and so on."""
+        found = [(owner, self.rates[self.owners.index(owner)]) for owner in sorted(set(self.owners))]
+        return {f"lr_{owner}" if owner else "lr": rate for owner, rate in found if rate is not None}
+
+    def scalars(self) -> dict[str, float]:
+        """Return hyperparameters by name: ``optimizer/eps``, or ``optimizer/eps/group_1`` if groups differ.
+
+        Learning rates are those of groups that differ from the first one of their optimizer.
+
+        >>> options = {"eps": 1e-8, "weight_decay": 0.1}, {"eps": 1e-8, "weight_decay": 0.0}
+        >>> state = OptimizerState((0, 1), (0.1, 0.2), (0, 0), (False,) * 2, (False,) * 2, options=options)
+        >>> for name in state.scalars():
+        ...     print(name)
+        optimizer/eps
+        optimizer/lr/group_1
+        optimizer/weight_decay/group_0
+        optimizer/weight_decay/group_1
+        """
+        found = {}
+        rates = self.rates[:_GROUPS]
+        for group, (owner, rate) in enumerate(zip(self.owners, rates, strict=False)):
+            if rate is not None and rate != rates[self.owners.index(owner)]:
+                found[f"{OPTION}lr/group_{group}"] = rate
+        names = {name for options in self.options for name in options if _OPTIONS.fullmatch(name)}
+        for name in names:
+            values = [options.get(name) for options in self.options[:_GROUPS]]
+            is_same = len({*values}) == 1
+            of_groups = {"" if is_same else f"/group_{i}": x for i, x in enumerate(values)}
+            found |= {f"{OPTION}{name}{group}": x for group, x in of_groups.items() if x is not None}
+        return dict(sorted(found.items()))
 
     def idle(self, measured: Tensor) -> Tensor:
         """Return which parameters belong to an optimizer of which none was measured, ``(N,) bool``.

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
+    from gradiometer.recorder.optimizer_states import OptimizerStates
 
 # which recorder clears these taps
 _owners: weakref.WeakKeyDictionary[Taps, Callable[[], Recorder | None]] = weakref.WeakKeyDictionary()
@@ -85,6 +86,7 @@ class Recorder(StepRing):
             in memory, so ``inv_scale`` does not apply; with ``stats``, gradients are read for them.
         kinds: kinds of your own, `gradiometer.recorder.Kind`, which `record` measures with their ``measure``
             function, also in compiled steps.
+        states: the states of optimizers whose kinds the catalog then has; a Monitor measures them.
         ranks: the ranks' agreement for the same model. `skip_step` is then the same on all of them, and
             gradients that are still partial sums are added up before they are measured.
 
@@ -128,17 +130,18 @@ class Recorder(StepRing):
         taps: Taps | None = None,
         precision: int | None = None,
         kinds: Kind | Sequence[Kind] = (),
+        states: OptimizerStates | None = None,
     ) -> None:
         if precision is not None:
             check_integer("Recorder", "precision", precision, 1)
         names, parameters = tracked_parameters(model)
         if not parameters:
-            msg = "Recorder: the model has no parameters to record"
-            raise ValueError(msg)
+            raise ValueError("Recorder: the model has no parameters to record")
         check_names(names, "Recorder")
         if type(capacity) is not int or capacity < 1:
-            msg = f"Recorder(capacity={describe(capacity)}): capacity must be an integer, at least 1"
-            raise ValueError(msg)
+            raise ValueError(
+                f"Recorder(capacity={describe(capacity)}): capacity must be an integer, at least 1"
+            )
         if not isinstance(thresholds, Thresholds):
             raise TypeError(f"Recorder: thresholds must be gm.Thresholds(...), got {thresholds!r}")
         devices = check(Named(names, parameters), "Recorder").devices
@@ -149,6 +152,7 @@ class Recorder(StepRing):
             precision=precision is not None,
             kinds=kinds,
         )
+        asked += states.kinds if states is not None else ()
         shapes = [tuple(p.shape) for p in parameters]
         dtypes = [str(p.dtype).removeprefix("torch.") for p in parameters]
         catalog = Catalog.of(names, shapes, dtypes, asked, _names_of(taps, names))
@@ -169,6 +173,7 @@ class Recorder(StepRing):
         self._has_dtensors = any([is_dtensor(type(p)) for p in parameters])
         if precision is not None:
             self.exponents = ExponentStores(catalog.parameters, parameters, catalog.sparse, precision)
+        self.states = states
         self.configure_(step=0, every=every, skip_nonfinite=skip_nonfinite, skip_above=skip_above)
         # what was measured before belongs to no step
         self._clear_taps(0.0)
@@ -252,9 +257,8 @@ class Recorder(StepRing):
         size = len(taps.names)
         columns = taps.stats().columns
         if inv_scale is not None:
-            if not isinstance(inv_scale, Tensor):
-                inv_scale = rows.number(inv_scale, columns.device)
-            scale = on_device(inv_scale.detach(), columns.device).to(torch.float64).reshape(())
+            given = inv_scale if isinstance(inv_scale, Tensor) else rows.number(inv_scale, columns.device)
+            scale = on_device(given.detach(), columns.device).to(torch.float64).reshape(())
             columns = torch.cat([columns[:size], ACTIVATIONS.scaled(columns[size:], scale)])
         columns = on_device(columns, self.ring.device)
         section = self.layout.adjacent(ACTIVATION_VALUES.name, 2)
@@ -276,10 +280,8 @@ class Recorder(StepRing):
                 msg = f"Recorder: measure of kind {kind.name!r} must return columns of shape "
                 raise ValueError(msg + f"{(len(places), schema.width)}, got {shape}")
             own = on_device(own.detach(), home).to(schema.dtype)
-            if len(places) == len(measured):
-                columns = own
-            else:
-                columns = columns + rows.spread(own, places, len(measured))
+            is_all = len(places) == len(measured)
+            columns = own if is_all else columns + rows.spread(own, places, len(measured))
         self._write(kind, found.names, columns, schema.flags_of(columns, self.thresholds))
 
     def record_updates(self, stats: PairStats) -> None:

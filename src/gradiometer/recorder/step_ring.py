@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradiometer.columns import Thresholds
     from gradiometer.recorder.catalog import Catalog
     from gradiometer.recorder.exponent_stores import ExponentStores
+    from gradiometer.recorder.optimizer_states import OptimizerStates
     from gradiometer.recorder.skip_consensus import SkipConsensus
     from gradiometer.recorder.table import Table
     from gradiometer.stats import Taps
@@ -68,6 +69,7 @@ class StepRing(Float64Module):
         self._tracked = [parameters]
         self._taps: list[Taps] = []
         self.exponents: ExponentStores | None = None
+        self.states: OptimizerStates | None = None
         self._consensus: SkipConsensus | None = None
         self._order = ops.StreamOrder()
         self._gated = False
@@ -117,6 +119,10 @@ class StepRing(Float64Module):
         if self._consensus is not None and skip_above is not None and skip_above < math.inf:
             # from now on, the decision needs the squares of all ranks
             self._consensus.adds_up = True
+        if self.states is not None:
+            self.states.record_every = every or self.states.record_every
+            if step is not None:
+                self.states.restart()
         with self.in_order():
             for place, number in new.items():
                 self.cursor[place].fill_(number)
@@ -185,7 +191,7 @@ class StepRing(Float64Module):
     def shrink(self) -> None:
         """Free the histograms and all slots but one, which `skip_step` needs, and forget the taps."""
         self._taps.clear()
-        self.exponents = None
+        self.exponents = self.states = None
         self.ring = self.ring[:1].clone()
 
     def release(self) -> None:
@@ -193,7 +199,7 @@ class StepRing(Float64Module):
         self.is_released = True
         self._tracked[0].clear()
         self._taps.clear()
-        self.exponents = None
+        self.exponents = self.states = None
         self.ring = self.ring.new_empty((0, self.ring.shape[1]))
         self.cursor[Cursor.SKIP].fill_(0.0)
 

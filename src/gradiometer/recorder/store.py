@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RingLayout:
-    """Where the tables of a step are in a slot of the ring; those of sparse kinds are not in it.
+    """Where the tables of a step are in a slot of the ring; those of sparse kinds and of states are not.
 
     With ``fingerprint``, kinds that can have fingerprints have them. ``sections``: by the name of the kind.
     ``header_size``, ``size``: how many numbers are before the first section, and in a slot.
@@ -33,9 +33,9 @@ class RingLayout:
 
     def __init__(self, catalog: Catalog, *, fingerprint: bool = False) -> None:
         self._catalog, self._fingerprint = catalog, fingerprint
-        self.header_size = self.size = HEADER_SECTIONS + len(catalog.dense)
+        self.header_size = self.size = HEADER_SECTIONS + len(catalog.in_ring)
         self.sections: dict[str, Section] = {}
-        for header, kind in enumerate(catalog.dense, HEADER_SECTIONS):
+        for header, kind in enumerate(catalog.in_ring, HEADER_SECTIONS):
             rows = len(catalog.rows(kind.name))
             self.sections[kind.name] = Section(header, 1, self.size, rows, self.header_size)
             self.size += rows * self.width(kind)
@@ -66,7 +66,7 @@ class RingLayout:
         """Return the tables that were written in the step of a slot, ``(size,)`` on the host."""
         found = {}
         header = slot[: self.header_size].tolist()
-        for kind in self._catalog.dense:
+        for kind in self._catalog.in_ring:
             section, size = self.sections[kind.name], kind.schema.width
             if header[section.header] != header[HEADER_STEP]:
                 continue

@@ -108,7 +108,7 @@ class Table:
     def flags(self) -> Tensor:
         """The flags, ``(N,) int32``, bits of `gradiometer.Flag`."""
         if self._flags is None:
-            self._flags = self.kind.schema.flags_of(self.values, self.thresholds)
+            self._flags = self.kind.flags_of(self.values, self.thresholds)
         return self._flags
 
     @cached_property

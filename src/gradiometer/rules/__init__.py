@@ -11,6 +11,7 @@ number of tensors, taps or routers named in a step; ``norms``, a history that se
 
 from gradiometer.rules.activations import CollapsingRouter, DeadUnits, GrowingLogits
 from gradiometer.rules.defaults import default_rules
+from gradiometer.rules.epsilon import Epsilon
 from gradiometer.rules.fault import Fault, summarize
 from gradiometer.rules.finding import Finding, Severity, checked
 from gradiometer.rules.first_nonfinite import first_nonfinite_text
@@ -28,6 +29,7 @@ from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.not_updated import NotUpdated
 from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
+from gradiometer.rules.optimizer_states import StaleSecondMoment, StateReset
 from gradiometer.rules.outside import ChangedOutside
 from gradiometer.rules.param_groups import DecayedNorms, GroupRates
 from gradiometer.rules.protocol import Rule
@@ -48,6 +50,7 @@ __all__ = [
     "Dead",
     "DeadUnits",
     "DecayedNorms",
+    "Epsilon",
     "EvalMode",
     "Exploding",
     "Fault",
@@ -74,6 +77,8 @@ __all__ = [
     "ReplicaDivergence",
     "Rule",
     "Severity",
+    "StaleSecondMoment",
+    "StateReset",
     "Stuck",
     "Untied",
     "UnusedRows",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradiometer.rules.activations import CollapsingRouter, DeadUnits, GrowingLogits
+from gradiometer.rules.epsilon import Epsilon
 from gradiometer.rules.flow import NoGradientFlow, NoGradients
 from gradiometer.rules.history import NormHistory
 from gradiometer.rules.initialization import EvalMode, Initialization, Untied
@@ -16,6 +17,7 @@ from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.not_updated import NotUpdated
 from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
+from gradiometer.rules.optimizer_states import StaleSecondMoment, StateReset
 from gradiometer.rules.outside import ChangedOutside
 from gradiometer.rules.param_groups import DecayedNorms, GroupRates
 from gradiometer.rules.ratios import UpdateRatio
@@ -45,6 +47,9 @@ def default_rules() -> list[Rule]:
         GroupRates(),
         DecayedNorms(),
         NotRegistered(),
+        Epsilon(),
+        StateReset(),
+        StaleSecondMoment(),
         NoGradients(),
         NoGradientFlow(),
         NotUpdated(),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from gradiometer.recorder import OPTION
 from gradiometer.rules.base import BaseRule, SpikeRule, WholeRule
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import FLOOR, SpikeHistory
@@ -308,4 +309,6 @@ def _any_learn(record: StepRecord) -> bool:
 
 def learning_rates(record: StepRecord) -> dict[str, float]:
     """Return the learning rates of a step, by name."""
-    return {name: value for name, value in record.scalars.items() if name == "lr" or _LR.search(name)}
+    # those of other groups are recorded when they change only
+    given = {name: value for name, value in record.scalars.items() if not name.startswith(OPTION)}
+    return {name: value for name, value in given.items() if name == "lr" or _LR.search(name)}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from gradiometer.extras import require
+from gradiometer.recorder import OPTION
 from gradiometer.runs.comparison import BitDifference, Difference
 from gradiometer.runs.format import pyarrow
 from gradiometer.runs.steps_table import scalars_of
@@ -71,6 +72,9 @@ def scalars(
         for step, one, other in zip(common[start:], _given(here), _given(there), strict=False):
             for name in {**one, **other}:
                 pair = one.get(name), other.get(name)
+                if None in pair and name.startswith(OPTION):
+                    # recorded when it changes, and at the start of an attempt
+                    continue
                 if name in found or _is_close(*pair, rtol) or (ignore is not None and ignore.search(name)):
                     continue
                 found[name] = Difference(step, name, None, {"value": pair})
@@ -122,8 +126,9 @@ def tensors(
         found: list[Difference] = []
         for kind, own in names.items():
             schema, tables = kinds[kind].schema, [record.tables.get(kind) for record in pair]
-            if None in tables and (tables == [None, None] or schema.storage == "sparse"):
-                # histograms may be recorded in other steps
+            is_rare = schema.storage == "sparse" or kinds[kind].of == "states"
+            if None in tables and (tables == [None, None] or is_rare):
+                # histograms and states may be recorded in other steps
                 continue
             here, there = (
                 record.columns(kind)[index[kind]].nan_to_num(nan=0.0)

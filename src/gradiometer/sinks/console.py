@@ -87,7 +87,7 @@ class Console:
     def start(self, info: RunInfo) -> None:
         """Print the model, the kinds and number of tensors, and how often they are recorded."""
         catalog = info.catalog
-        tensors, kinds = len(catalog.parameters) + len(catalog.taps), [kind.name for kind in catalog.dense]
+        tensors, kinds = len(catalog.parameters) + len(catalog.taps), [kind.name for kind in catalog.in_ring]
         every = "every step" if info.every == 1 else f"every {info.every} steps"
         text = f"watching {info.model}: {', '.join(kinds)} of {tensors} tensors, {every}"
         self._print(self._text((text, "dim")))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from gradiometer.columns import TENSORS
+from gradiometer.recorder import OPTION
 from gradiometer.rules import headlines
 from gradiometer.runs import CLIP_FACTOR, CLIP_LIMIT, scalars_of
 from gradiometer.web.exponents import exponents_of
@@ -50,6 +51,10 @@ def page_of(run: Run) -> Page:
     recorded = step[_truth(steps["recorded"])]
     catalog = run.catalog
     kinds = [kind for kind in catalog.kinds.values() if drawn_of(kind)]
+    if any(kind.of == "states" for kind in kinds):
+        # a state that an optimizer of an unknown class lacks
+        seen = {name for names in steps["kinds"].to_pylist() for name in names}
+        kinds = [kind for kind in kinds if kind.of != "states" or kind.name in seen]
     binned = steps_per_column(run, kinds, len(recorded))
     norm, has_norm = _numbers(steps["total_norm"].to_pylist())
     scalars = _scalars(run)
@@ -58,6 +63,11 @@ def page_of(run: Run) -> Page:
     limit, factor = (
         scalars.get(name, (norm, torch.zeros_like(has_norm))) for name in (CLIP_LIMIT, CLIP_FACTOR)
     )
+    for name in [name for name in scalars if name.startswith(OPTION)]:
+        value, given = scalars[name]
+        # constants
+        if len(value[given].unique()) == 1:
+            scalars.pop(name)
     # the limit is drawn with the norm
     scalars.pop(CLIP_LIMIT, None)
     drawn = dict(list(scalars.items())[:MOST_SCALARS])

@@ -21,7 +21,7 @@ def head_of(run: Run, step: Tensor, recorded: Tensor, loss: Tensor, skipped: int
     was given one, and may be NaN; ``skipped`` is the number of skipped updates.
     """
     info, catalog = run.info, run.catalog
-    tensors, kinds = len(catalog.parameters) + len(catalog.taps), [kind.name for kind in catalog.dense]
+    tensors, kinds = len(catalog.parameters) + len(catalog.taps), [kind.name for kind in catalog.in_ring]
     attempts = info.get("attempts") or []
     elements = sum(math.prod(shape) for shape in catalog.parameters.shapes)
     versions = info.get("versions") or {}
