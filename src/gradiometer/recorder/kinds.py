@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from gradiometer.columns import ACTIVATIONS, EXPONENTS, PAIRS, TENSORS, Schema
+from gradiometer.columns import ACTIVATIONS, ATTENTION, EXPONENTS, PAIRS, RESIDUAL, TENSORS, Schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -105,6 +105,12 @@ ACTIVATION_GRADS: Final = Kind(
     is_backward=True,
     option="taps=...",
 )
+ATTENTION_HEADS: Final = Kind(
+    "attention", ATTENTION, "attention head", rows="tap", order=1.0, option="gm.Taps(model, attention=...)"
+)
+RESIDUALS: Final = Kind(
+    "residual", RESIDUAL, "block", rows="tap", order=1.0, option="gm.Taps(model, residual=...)"
+)
 GRAD_EXPONENTS: Final = Kind("grad_exponents", EXPONENTS, "gradient", ".grad", option="precision=100")
 WEIGHT_EXPONENTS: Final = Kind("weight_exponents", EXPONENTS, "weight", option="precision=100", of="weights")
 
@@ -112,6 +118,7 @@ KINDS: Final[dict[str, Kind]] = {
     kind.name: kind
     for kind in (
         *(GRADS, WEIGHTS, UPDATES, ACTIVATION_VALUES, ACTIVATION_GRADS),
+        *(ATTENTION_HEADS, RESIDUALS),
         *(GRAD_EXPONENTS, WEIGHT_EXPONENTS),
     )
 }

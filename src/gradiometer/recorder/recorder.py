@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradiometer import ops
-from gradiometer.columns import ACTIVATIONS, DEFAULT_THRESHOLDS, PAIRS, Cursor, Thresholds, rows
+from gradiometer.columns import DEFAULT_THRESHOLDS, PAIRS, Cursor, Thresholds, rows
 from gradiometer.inputs import (
     Named,
     check,
@@ -25,10 +25,11 @@ from gradiometer.inputs import (
 )
 from gradiometer.recorder.catalog import Catalog
 from gradiometer.recorder.exponent_stores import ExponentStores
-from gradiometer.recorder.kinds import ACTIVATION_VALUES, GRADS, UPDATES, WEIGHTS, Kind, requested
+from gradiometer.recorder.kinds import GRADS, UPDATES, WEIGHTS, Kind, requested
 from gradiometer.recorder.settings import check_integer, is_ordinary, is_scale, of_this_rank
 from gradiometer.recorder.skip_consensus import SkipConsensus
 from gradiometer.recorder.step_ring import StepRing
+from gradiometer.recorder.tap_tables import append_taps, kinds_of_taps
 from gradiometer.stats import (
     PairStats,
     Taps,
@@ -149,6 +150,7 @@ class Recorder(StepRing):
             precision=precision is not None,
             kinds=kinds,
         )
+        asked += kinds_of_taps(taps)
         shapes = [tuple(p.shape) for p in parameters]
         dtypes = [str(p.dtype).removeprefix("torch.") for p in parameters]
         catalog = Catalog.of(names, shapes, dtypes, asked, _names_of(taps, names))
@@ -194,7 +196,7 @@ class Recorder(StepRing):
         with self.in_order():
             grads = self._record(stats, inv_scale)
             for taps in self._taps:
-                self._append_taps(taps, inv_scale)
+                append_taps(taps, inv_scale, self.ring, self.cursor, self.layout, self.thresholds)
             if self.exponents is None and not self._own:
                 return
             tensors = {"grads": self._tensors("grads") if grads is None else grads}
@@ -246,21 +248,6 @@ class Recorder(StepRing):
         self._append(GRADS, grads)
         if self._has_weights:
             self._append(WEIGHTS, self._collect(WEIGHTS, self._tensors("weights")))
-
-    def _append_taps(self, taps: Taps, inv_scale: Tensor | float | None) -> None:
-        # after the gradients, which open a slot if the step is due
-        size = len(taps.names)
-        columns = taps.stats().columns
-        if inv_scale is not None:
-            if not isinstance(inv_scale, Tensor):
-                inv_scale = rows.number(inv_scale, columns.device)
-            scale = on_device(inv_scale.detach(), columns.device).to(torch.float64).reshape(())
-            columns = torch.cat([columns[:size], ACTIVATIONS.scaled(columns[size:], scale)])
-        columns = on_device(columns, self.ring.device)
-        section = self.layout.adjacent(ACTIVATION_VALUES.name, 2)
-        ops.append_(
-            columns, ACTIVATIONS.flags_of(columns, self.thresholds), 0, self.ring, self.cursor, section
-        )
 
     def _append_own(self, kind: Kind, tensors: list[Tensor | None]) -> None:
         """Measure a kind of the user's own."""
