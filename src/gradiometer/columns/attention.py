@@ -39,6 +39,7 @@ ATTENTION: Final = Schema(
             "queries",
         ),
         count_of("n_choices", "of these, queries that may attend to at least two keys", unit="queries"),
+        count_of("n_zero", "weights of keys that these queries may attend to that are 0", unit="elements"),
         count_of("n_scales", "calls in which the scale of the logits was found", unit="calls"),
         Column("sum_weights", "sum", "s", "sum of the weights", signed=True),
         Column("sum_masked", "sum", "|s|", "sum of the magnitudes on keys that the mask excludes"),
@@ -49,6 +50,8 @@ ATTENTION: Final = Schema(
         ),
         Column("max_masked", "max", "|s|", "largest sum_masked of a query"),
         Column("max_future", "max", "|s|", "largest sum_future of a query"),
+        Column("max_sum", "max", "|s|", "largest sum of the weights of a query, 0 if all are negative"),
+        Column("max_scale", "max", "1", "magnitude of the expected scale of the logits"),
     ),
     (
         _mean(

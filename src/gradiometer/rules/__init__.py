@@ -10,6 +10,13 @@ number of tensors, taps or routers named in a step; ``norms``, a history that se
 """
 
 from gradiometer.rules.activations import CollapsingRouter, DeadUnits, GrowingLogits
+from gradiometer.rules.attention import (
+    AttentionEntropy,
+    AttentionMask,
+    AttentionSum,
+    LogitScale,
+    Residual,
+)
 from gradiometer.rules.defaults import default_rules
 from gradiometer.rules.fault import Fault, summarize
 from gradiometer.rules.finding import Finding, Severity, checked
@@ -35,6 +42,9 @@ from gradiometer.rules.stuck import Stuck
 
 __all__ = [
     "Accumulating",
+    "AttentionEntropy",
+    "AttentionMask",
+    "AttentionSum",
     "ChangedGradients",
     "ChangedOutside",
     "CollapsingRouter",
@@ -51,6 +61,7 @@ __all__ = [
     "LayerImbalance",
     "LearningRate",
     "Ledger",
+    "LogitScale",
     "LossSpike",
     "NoGradientFlow",
     "NoGradients",
@@ -59,6 +70,7 @@ __all__ = [
     "NormSpike",
     "NotUpdated",
     "ReplicaDivergence",
+    "Residual",
     "Rule",
     "Severity",
     "Stuck",

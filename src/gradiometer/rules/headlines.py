@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 _ORDER: Final = (
     "eval_mode", "untied", "initialization", "learning_rate", "changed_outside", "replica_divergence",
     "nonfinite", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow", "loss_spike",
-    "norm_spike", "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units",
+    "attention_sum", "attention_mask", "logit_scale", "residual",
+    "norm_spike", "exploding", "update_spike", "growing_logits", "attention_entropy",
+    "collapsing_router", "dead_units",
     "vanishing", "dead", "update_ratio", "imbalance", "changed_gradients",
 )  # fmt: skip
 # what follows when training leaves its course
 _DIVERGED: Final = frozenset({
     "loss_spike", "norm_spike", "exploding", "update_spike", "nonfinite", "update_ratio", "imbalance",
     "vanishing", "dead", "dead_units", "growing_logits", "collapsing_router",
+    "attention_entropy",
 })  # fmt: skip
 _QUIET: Final = frozenset({"dead", "dead_units", "vanishing", "imbalance", "not_updated", "stuck"})
 _STOPPED: Final = _QUIET | {"no_gradient_flow", "update_ratio"}
@@ -54,6 +57,9 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "update_spike": _DIVERGED,
     "update_ratio": _DIVERGED,
     "growing_logits": _DIVERGED,
+    "attention_sum": frozenset({"attention_entropy", "attention_mask", "logit_scale"}),
+    "logit_scale": frozenset({"attention_entropy", "growing_logits"}),
+    "residual": frozenset({"vanishing", "imbalance", "dead"}),
     # experts without tokens get no gradient, and the routers of several layers collapse together
     "collapsing_router": _QUIET | {"no_gradient_flow", "collapsing_router"},
     "vanishing": frozenset({"dead", "imbalance", "not_updated", "stuck"}),

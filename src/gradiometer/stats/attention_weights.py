@@ -60,23 +60,27 @@ def attention_columns(
     share = (entropy / allowed.clamp(min=2.0).log()).clamp(0.0, 1.0)
     nothing = torch.zeros_like(total)
     leaks = [nothing if x is None else _sum(torch.where(x, w.abs(), 0.0)) for x in (masked, future)]
-    found, ratio = _scale(q, k, weights, mask, excluded, scale, eps)
+    zeros = w == 0 if excluded is None else (w == 0) & excluded.logical_not()
+    found, ratio, expected = _scale(q, k, weights, mask, excluded, scale, eps)
     is_off = (total - 1.0).abs() > max(_OFF, _OFF_EPS * eps)
     per_query = [
         counted,
         counted & is_off,
         has_choice,
+        torch.where(counted, _sum(zeros), 0.0),
         torch.where(counted, total, 0.0),
         *[torch.where(counted, x, 0.0) for x in leaks],
         torch.where(has_choice, share, 0.0),
     ]
     # of all heads, queries last
     by_head = [x.double().expand_as(total).movedim(-2, 0).reshape(heads, -1) for x in per_query]
-    n_queries, n_off, n_choices, total, *leaked, share = [x.sum(dim=1) for x in by_head]
+    n_queries, n_off, n_choices, n_zero, total, *leaked, share = [x.sum(dim=1) for x in by_head]
     numel = torch.full_like(n_queries, w.numel() // heads)
-    tops = [x.amax(dim=1) for x in by_head[4:6]]
+    # of masked and later keys, and of the sum
+    tops = [by_head[i].amax(dim=1) for i in (5, 6, 4)]
+    counts = numel, n_queries, n_off, n_choices, n_zero, found.double()
     return torch.stack(
-        [numel, n_queries, n_off, n_choices, found.double(), total, *leaked, share, ratio, *tops], dim=1
+        [*counts, total, *leaked, share, ratio, *tops[:2], tops[2].clamp(min=0.0), expected], dim=1
     )
 
 
@@ -106,13 +110,14 @@ def _scale(
     excluded: Tensor | None,
     scale: float | Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Return for which heads the scale of the logits was found, and its ratio to the expected one, or 0.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for which heads the scale of the logits was found, its ratio to the expected one, and that.
 
-    ``(heads,)`` both. In one query of each head, the last of the first sample, the logarithms of the weights
-    are a constant plus the logits, which are q·k times the scale plus the mask. The ratio is the slope of a
-    line through the first against q·k times the expected scale, by least squares with the weights as weights.
-    A head whose logits are nearly equal, or on no line because of a bias that is not in the mask, has none.
+    ``(heads,)`` each, with 0 where it was not found. In one query of each head, the last of the first sample,
+    the logarithms of the weights are a constant plus the logits, which are q·k times the scale plus the mask.
+    The ratio is the slope of a line through the first against q·k times the expected scale, by least squares
+    with the weights as weights. A head whose logits are nearly equal, or on no line because of a bias that is
+    not in the mask, has none.
     """
     shape = weights.shape
 
@@ -127,9 +132,10 @@ def _scale(
     key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0).double()
     x = (query[:, -1:].double() * key).sum(dim=-1)
     if isinstance(scale, torch.Tensor):
-        x = x * (of_query(scale) if scale.dim() else scale.detach().double())
+        factor = of_query(scale) if scale.dim() else scale.detach().to(x.device, torch.float64)
     else:
-        x = x * (q.shape[-1] ** -0.5 if scale is None else scale)
+        factor = torch.ones_like(x) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    x = x * factor
     p = of_query(weights)
     y = p.log()
     if mask is not None and mask.dtype != torch.bool:
@@ -144,4 +150,5 @@ def _scale(
     least = max(_SPREAD, _SPREAD_EPS * eps) ** 2
     # at least three keys: a line goes through any two
     found = (xx > least) & (yy > least) & (xy * xy > _EXPLAINED * xx * yy) & (valid.sum(dim=1) > 2)
-    return found, torch.where(found, xy / xx, 0.0)
+    expected = factor.abs().expand_as(p).amax(dim=1)
+    return found, torch.where(found, xy / xx, 0.0), torch.where(found, expected, 0.0)
