@@ -6,6 +6,7 @@ user's tensors or their names.
 """
 
 from gradiometer.columns.activations import ACTIVATION_COLUMNS, ACTIVATIONS
+from gradiometer.columns.attention import ATTENTION, RESIDUAL
 from gradiometer.columns.exponents import (
     EXPONENT_EDGES,
     EXPONENTS,
@@ -55,6 +56,7 @@ from gradiometer.columns.tensors import COLUMNS, TENSORS
 __all__ = [
     "ACTIVATIONS",
     "ACTIVATION_COLUMNS",
+    "ATTENTION",
     "COLUMNS",
     "CURSOR_SIZE",
     "DEFAULT_DEAD_THRESHOLD",
@@ -73,6 +75,7 @@ __all__ = [
     "NUM_FINGERPRINT_COLUMNS",
     "PAIRS",
     "PAIR_COLUMNS",
+    "RESIDUAL",
     "TENSORS",
     "WORD_BYTES",
     "Column",

@@ -10,6 +10,7 @@ from gradiometer.ops.dispatch import INSTALL_COMPILER, INTERPRETED, recognize, u
 from gradiometer.ops.exponents import measure_exponents, record_exponents_
 from gradiometer.ops.in_graph import is_exporting, tensor_stats_in_graph
 from gradiometer.ops.launch_plans import LaunchPlan
+from gradiometer.ops.merge_rows import merge_rows_
 from gradiometer.ops.pairs import keep_, measure_pairs, recognize_pairs
 from gradiometer.ops.ring import append_, numbers, record_
 from gradiometer.ops.stream_order import StreamOrder
@@ -31,6 +32,7 @@ __all__ = [
     "measure",
     "measure_exponents",
     "measure_pairs",
+    "merge_rows_",
     "new_store",
     "norm_on_host",
     "numbers",

@@ -7,7 +7,17 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from gradiometer.columns import ACTIVATIONS, EXPONENTS, PAIRS, TENSORS, Flag, Schema, Thresholds
+from gradiometer.columns import (
+    ACTIVATIONS,
+    ATTENTION,
+    EXPONENTS,
+    PAIRS,
+    RESIDUAL,
+    TENSORS,
+    Flag,
+    Schema,
+    Thresholds,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -123,6 +133,12 @@ ACTIVATION_GRADS: Final = Kind(
     is_backward=True,
     option="taps=...",
 )
+ATTENTION_HEADS: Final = Kind(
+    "attention", ATTENTION, "attention head", rows="tap", order=1.0, option="gm.Taps(model, attention=...)"
+)
+RESIDUALS: Final = Kind(
+    "residual", RESIDUAL, "block", rows="tap", order=1.0, option="gm.Taps(model, residual=...)"
+)
 GRAD_EXPONENTS: Final = Kind("grad_exponents", EXPONENTS, "gradient", ".grad", option="precision=100")
 WEIGHT_EXPONENTS: Final = Kind("weight_exponents", EXPONENTS, "weight", option="precision=100", of="weights")
 
@@ -136,6 +152,7 @@ KINDS: Final[dict[str, Kind]] = {
     kind.name: kind
     for kind in (
         *(GRADS, WEIGHTS, UPDATES, ACTIVATION_VALUES, ACTIVATION_GRADS),
+        *(ATTENTION_HEADS, RESIDUALS),
         *(GRAD_EXPONENTS, WEIGHT_EXPONENTS),
         *map(_of_state, ("exp_avg", "exp_avg_sq", "momentum_buffer")),
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradiometer import ops
-from gradiometer.columns import ACTIVATIONS, DEFAULT_THRESHOLDS, PAIRS, Cursor, Thresholds, rows
+from gradiometer.columns import DEFAULT_THRESHOLDS, PAIRS, Cursor, Thresholds, rows
 from gradiometer.inputs import (
     Named,
     check,
@@ -25,10 +25,11 @@ from gradiometer.inputs import (
 )
 from gradiometer.recorder.catalog import Catalog
 from gradiometer.recorder.exponent_stores import ExponentStores
-from gradiometer.recorder.kinds import ACTIVATION_VALUES, GRADS, UPDATES, WEIGHTS, Kind, requested
+from gradiometer.recorder.kinds import GRADS, UPDATES, WEIGHTS, Kind, requested
 from gradiometer.recorder.settings import check_integer, is_ordinary, is_scale, of_this_rank
 from gradiometer.recorder.skip_consensus import SkipConsensus
 from gradiometer.recorder.step_ring import StepRing
+from gradiometer.recorder.tap_tables import append_taps, kinds_of_taps
 from gradiometer.stats import (
     PairStats,
     Taps,
@@ -153,6 +154,7 @@ class Recorder(StepRing):
             kinds=kinds,
         )
         asked += states.kinds if states is not None else ()
+        asked += kinds_of_taps(taps)
         shapes = [tuple(p.shape) for p in parameters]
         dtypes = [str(p.dtype).removeprefix("torch.") for p in parameters]
         catalog = Catalog.of(names, shapes, dtypes, asked, _names_of(taps, names))
@@ -199,7 +201,7 @@ class Recorder(StepRing):
         with self.in_order():
             grads = self._record(stats, inv_scale)
             for taps in self._taps:
-                self._append_taps(taps, inv_scale)
+                append_taps(taps, inv_scale, self.ring, self.cursor, self.layout, self.thresholds)
             if self.exponents is None and not self._own:
                 return
             tensors = {"grads": self._tensors("grads") if grads is None else grads}

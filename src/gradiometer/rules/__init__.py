@@ -10,6 +10,13 @@ number of tensors, taps or routers named in a step; ``norms``, a history that se
 """
 
 from gradiometer.rules.activations import CollapsingRouter, DeadUnits, GrowingLogits
+from gradiometer.rules.attention import (
+    AttentionEntropy,
+    AttentionMask,
+    AttentionSum,
+    LogitScale,
+    Residual,
+)
 from gradiometer.rules.defaults import default_rules
 from gradiometer.rules.epsilon import Epsilon
 from gradiometer.rules.fault import Fault, summarize
@@ -43,6 +50,9 @@ from gradiometer.rules.values import CrossedZero, NonFiniteBuffer
 
 __all__ = [
     "Accumulating",
+    "AttentionEntropy",
+    "AttentionMask",
+    "AttentionSum",
     "ChangedGradients",
     "ChangedOutside",
     "CollapsingRouter",
@@ -63,6 +73,7 @@ __all__ = [
     "LayerImbalance",
     "LearningRate",
     "Ledger",
+    "LogitScale",
     "LoopOrder",
     "LossSpike",
     "MisplacedMoments",
@@ -75,6 +86,7 @@ __all__ = [
     "NotRegistered",
     "NotUpdated",
     "ReplicaDivergence",
+    "Residual",
     "Rule",
     "Severity",
     "StaleSecondMoment",

@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradiometer.rules.activations import CollapsingRouter, DeadUnits, GrowingLogits
+from gradiometer.rules.attention import (
+    AttentionEntropy,
+    AttentionMask,
+    AttentionSum,
+    LogitScale,
+    Residual,
+)
 from gradiometer.rules.epsilon import Epsilon
 from gradiometer.rules.flow import NoGradientFlow, NoGradients
 from gradiometer.rules.history import NormHistory
@@ -69,6 +76,11 @@ def default_rules() -> list[Rule]:
         DeadUnits(),
         GrowingLogits(),
         CollapsingRouter(),
+        AttentionMask(),
+        AttentionSum(),
+        AttentionEntropy(),
+        LogitScale(),
+        Residual(),
         LayerImbalance(norms=norms),
         UpdateRatio(),
         UnusedRows(),

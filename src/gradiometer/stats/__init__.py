@@ -42,7 +42,7 @@ from gradiometer.stats.repeats import is_repeating, keep_in_repeats, repeating
 from gradiometer.stats.report import ModuleReports, Report, TensorReport
 from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.table_report import TableReport, report_of
-from gradiometer.stats.taps import Taps, tap
+from gradiometer.stats.taps import HEAD, Taps, tap
 from gradiometer.stats.tensor_stats import TensorStats
 from gradiometer.stats.text_table import (
     TextTable,
@@ -58,6 +58,7 @@ from gradiometer.stats.text_table import (
 __all__ = [
     "EMA",
     "EXPERT_LOAD",
+    "HEAD",
     "INK",
     "MAX_LOGIT",
     "MAX_LOGIT_BOUND",

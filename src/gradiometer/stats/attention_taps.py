@@ -1,4 +1,4 @@
-"""Taps of attention and of routers: the largest logit, the load of experts, the entropy of tokens."""
+"""Taps of attention and of routers: logits and weights of heads, the load of experts, entropies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from gradiometer.stats.attention_weights import attention_columns
 from gradiometer.stats.running_taps import taps_of
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ MAX_LOGIT: Final = ".max_logit"
 MAX_LOGIT_BOUND: Final = ".max_logit_bound"
 EXPERT_LOAD: Final = ".expert_load"
 ROUTER_ENTROPY: Final = ".router_entropy"
+FIRST_HEAD: Final = ".head0"
 
 
 def tap_attention(
@@ -28,8 +30,11 @@ def tap_attention(
     *,
     scale: float | Tensor | None = None,
     max_scores: Tensor | None = None,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
 ) -> None:
-    """Have the largest attention logit of each head measured, or an upper bound of it.
+    """Have the attention logits and weights of each head measured.
 
     Call it beside the attention, compiled or not. Fused attention does not return its logits, so the row
     ``<name>.max_logit_bound`` has the bound ``max ‖q‖ · max ‖k‖ · |scale|`` of each sample and head, before
@@ -40,8 +45,25 @@ def tap_attention(
     rounding errors, so no exact logit is larger in magnitude. Of fp64 inputs, a norm or a product of norms
     above 1.8e308 becomes Inf, and one below 2.2e-308 loses digits.
 
-    It does nothing unless a `Taps` of that model lists the name of the row in its ``names``, and the model is
-    in training mode. There is no row of a gradient.
+    With ``weights``, each head has a row ``<name>.head<i>``, if a `Taps` has the name and the number of heads
+    in its ``attention``. These rows are a table of their own, the kind ``attention`` of a run:
+
+    - ``masked_mass``, ``future_mass``: the mean over queries of the weights on keys that ``mask`` excludes,
+      and with ``is_causal`` on keys after the query. Both are exactly 0 if the model applies the mask.
+    - ``row_sum``, ``unnormalized_fraction``: the mean sum of a query's weights, and the share of queries
+      whose weights do not sum to 1 within ``max(1e-3, 16 eps)`` of their dtype.
+    - ``entropy``: the mean entropy, divided by that of equal weights on the allowed keys: 1 for equal
+      weights, 0 if one key has all.
+    - ``logit_scale``: the factor between q·k and the logits, divided by the expected one, ``scale``. It is
+      found from the weights of the last query of the first sample, and only if they are a softmax of q·k
+      times a number: not with a bias that is not in ``mask``, nor while all logits are nearly equal.
+
+    A query that may attend to no key, such as padding, is left out, and so is one with a weight that is not
+    finite. Sums are in fp64. Eager code on a CPU computes them in steps that are due, and reads the weights
+    several times; a compiler fuses these reads, but does them in each step.
+
+    It does nothing unless a `Taps` of that model lists the name of the row in its ``names``, or the call in
+    its ``attention``, and the model is in training mode. There is no row of a gradient.
 
     Args:
         q: queries, ``(..., heads, queries, d)`` floating-point, as for
@@ -53,12 +75,20 @@ def tap_attention(
         max_scores: the largest logit of each query, ``(..., heads, queries)``, after scale and mask: the
             auxiliary output of `flex_attention`, or ``scores.amax(-1)``. A query without a key may have -inf
             or any other negative value of a mask.
+        weights: the attention weights, ``(..., heads, queries, keys)``: what the softmax returns, before
+            dropout.
+        mask: of these weights, broadcastable to them, as ``attn_mask`` of
+            ``torch.nn.functional.scaled_dot_product_attention``: bool, where True lets a query attend to a
+            key, or floating-point and added to the logits, where -5000 and below exclude a key.
+        is_causal: whether a query may attend only to keys up to its own position. With more keys than
+            queries, as with a cache, the last query is at the last key.
 
     Raises:
         TypeError: if a tensor is not floating-point, or is on another device than the model's first
             parameter.
-        ValueError: if the shapes do not fit, or if the names of `Taps` have ``name``, or the other of the two
-            rows, instead of the row that this call measures.
+        ValueError: if the shapes do not fit, if the names of `Taps` have ``name``, or the other of the two
+            rows, instead of the row that this call measures, or if its ``attention`` has the call, but
+            ``weights`` are missing or have another number of heads.
 
     >>> import torch, gradiometer as gm
     >>> class Attention(torch.nn.Linear):
@@ -71,7 +101,28 @@ def tap_attention(
     >>> _ = model(torch.randn(2, 5, 4))
     >>> taps.stats().materialize()["attn.max_logit_bound"].abs_max > 0.0
     True
+
+    With weights:
+
+    >>> class Attention(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         heads = super().forward(x).unflatten(-1, (2, 12)).transpose(1, 2)
+    ...         q, k, v = heads.chunk(3, dim=-1)
+    ...         weights = (q @ k.mT / 4**0.5).softmax(-1)
+    ...         gm.tap_attention(q, k, "attn", weights=weights, is_causal=True)
+    ...         return weights @ v
+    >>> model = Attention(8, 24)
+    >>> taps = gm.Taps(model, attention={"attn": 2})
+    >>> _ = model(torch.randn(2, 5, 8))
+    >>> report = taps.attention_stats().materialize()
+    >>> report.names, report["attn.head0"].future_mass > 0.1
+    (('attn.head0', 'attn.head1'), True)
     """
+    if weights is not None:
+        _tap_weights(q, k, name, scale, weights, mask, is_causal=is_causal)
+    elif any([name in taps.heads and taps.is_due() for taps, _ in taps_of(name + FIRST_HEAD)]):
+        msg = f"tap_attention: attention= of Taps has {name!r}, but this call has no weights; pass weights="
+        raise ValueError(msg)
     row, other = (MAX_LOGIT_BOUND, MAX_LOGIT) if max_scores is None else (MAX_LOGIT, MAX_LOGIT_BOUND)
     found = _due("tap_attention", name, row, (name, name + other))
     if not found:
@@ -92,6 +143,57 @@ def tap_attention(
         top = _bound(q.detach(), k.detach(), scale)
     for each, place in found:
         each.measure(top, place, -1)
+
+
+def _tap_weights(
+    q: Tensor,
+    k: Tensor,
+    name: str,
+    scale: float | Tensor | None,
+    weights: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+) -> None:
+    """Measure the weights of each head."""
+    found = [(taps, row) for taps, row in taps_of(name + FIRST_HEAD) if name in taps.heads and taps.is_due()]
+    if not found:
+        return
+    taps, _ = found[0]
+    for what, x in (("q", q), ("k", k), ("weights", weights)):
+        _check(taps, x, f"tap_attention: {what} of {name!r}", least=2)
+    _check_heads(q, k, name)
+    shape = tuple(weights.shape)
+    heads = int(shape[-3]) if len(shape) > 2 else 1
+    if len(shape) != q.dim() or shape[-3:] != (*q.shape[-3:-1], k.shape[-2]):
+        msg = f"tap_attention: weights of {name!r} have the shape {shape}, but queries {tuple(q.shape)} and "
+        msg += f"keys {tuple(k.shape)}; pass (..., heads, queries, keys), not averaged over the heads"
+        raise ValueError(msg)
+    if any([each.heads[name] != heads for each, _ in found]):
+        msg = (
+            f"tap_attention: {name!r} has {heads} heads; pass that number as attention={{{name!r}: {heads}}} "
+        )
+        raise ValueError(msg + "to gm.Taps")
+    if mask is not None:
+        _check_mask(mask, weights, name)
+    if not weights.numel():
+        return
+    columns = attention_columns(q, k, weights, mask, scale, is_causal=is_causal)
+    for each, row in found:
+        each.measure_rows(columns, row)
+
+
+def _check_mask(mask: Tensor, weights: Tensor, name: str) -> None:
+    what = f"tap_attention: mask of {name!r}"
+    if not isinstance(mask, torch.Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        kind = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise TypeError(f"{what} is {kind}; pass a bool tensor, True to attend, or a float tensor to add")
+    if mask.device != weights.device:
+        raise TypeError(f"{what} is on {mask.device}, but the weights on {weights.device}")
+    sizes = zip(mask.shape[::-1], weights.shape[::-1], strict=False)
+    if mask.dim() > weights.dim() or not all([a in {1, b} for a, b in sizes]):
+        msg = f"{what} has the shape {tuple(mask.shape)}, which does not broadcast to that of the weights, "
+        raise ValueError(msg + f"{tuple(weights.shape)}")
 
 
 def tap_router(probs: Tensor, name: str, *, selected: Tensor | None = None) -> None:

@@ -30,6 +30,7 @@ class Taps(Protocol):
     """What a call of `gradiometer.tap` needs of a `gradiometer.Taps`."""
 
     rows: dict[str, int]
+    heads: dict[str, int]
 
     @property
     def model(self) -> nn.Module:
@@ -43,6 +44,12 @@ class Taps(Protocol):
 
     def measure(self, x: Tensor, row: int, channel_dim: int) -> Tensor:
         """Return ``x``, measured in a row."""
+
+    def refusal(self, x: object) -> str | None:
+        """Return why a value cannot be measured, or None."""
+
+    def measure_rows(self, columns: Tensor, row: int) -> None:
+        """Merge columns of heads or blocks into rows of their store."""
 
 
 class _Mark:

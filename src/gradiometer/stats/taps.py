@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, MutableMapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gradiometer import ops
-from gradiometer.columns import CURSOR_SIZE, Cursor
-from gradiometer.inputs import describe, is_dtensor, layout, modules_by_name, unwrapped
-from gradiometer.stats import grouping, running_taps
+from gradiometer.columns import ATTENTION, CURSOR_SIZE, RESIDUAL, Cursor
+from gradiometer.inputs import describe, modules_by_name, unwrapped
+from gradiometer.stats import running_taps
 from gradiometer.stats.activation_stats import ActivationStats
 from gradiometer.stats.float64_module import Float64Module
+from gradiometer.stats.named_stats import stats_of
 from gradiometer.stats.repeats import keep_in_repeats
+from gradiometer.stats.tap_hooks import (
+    OutputHook,
+    ResidualHook,
+    checked_heads,
+    refusal,
+    run_eagerly,
+    selected,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
     from typing import Self
 
+    from gradiometer.columns import Schema
     from gradiometer.stats.grouping import GroupRule
+    from gradiometer.stats.named_stats import NamedStats
 
-# modules whose output has its channels in dimension 1
-_CHANNELS_FIRST: Final = (
-    nn.modules.conv._ConvNd,  # noqa: SLF001 the base of all convolutions has no public name
-    nn.modules.batchnorm._NormBase,  # noqa: SLF001 as above
-    nn.GroupNorm,
-)
-# modules whose output has them in the last dimension, however many dimensions it has
-_CHANNELS_LAST: Final = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
+
+# what follows the name of a call or a block in the names of its rows
+HEAD = ".head"
+RESIDUAL_ROW = ".residual"
 
 
 def tap(x: Tensor, name: str, *, channel_dim: int = -1) -> Tensor:
@@ -112,9 +117,16 @@ class Taps(Float64Module):
             if ``every=1``, else False. The columns are the same but for the last places of sums. Values of
             other dtypes than fp64, fp32 and bf16, or without 64 adjacent elements whose number does not
             depend on a dynamic size, are always measured by the op.
+        attention: name of a call of `tap_attention` with ``weights`` -> its number of heads. Each head has
+            a row, such as ``blocks.1.attn.head3``.
+        residual: group -> rule, as for ``patterns``, for the blocks of a residual stream, such as
+            ``{"blocks": r"^blocks\.\d+$"}``. The output of each is compared with its input: the first
+            floating-point tensor of its arguments, and the first one that it returns with that shape. Each
+            has a row, such as ``blocks.1.residual``. Blocks without such tensors, or that return the input
+            itself, changed in place or not, are not measured, and eager code logs that once.
 
     Attributes:
-        names: the names of the N activations: ``<module>.out`` and those of ``names``.
+        names: the names of the N rows: ``<module>.out``, those of ``names``, of heads, and of blocks.
         groups: for each group of ``patterns``, the names of its activations and of their gradients, for
             `ActivationStats.group`.
         rows: the row of each name of a call of `tap`; empty after `remove`.
@@ -138,6 +150,8 @@ class Taps(Float64Module):
 
     values: Tensor
     grads: Tensor
+    of_heads: Tensor | None
+    of_blocks: Tensor | None
     cursor: Tensor
 
     def __init__(
@@ -148,6 +162,8 @@ class Taps(Float64Module):
         names: Iterable[str] = (),
         every: int = 1,
         fused: bool | None = None,
+        attention: Mapping[str, int] | None = None,
+        residual: Mapping[str, GroupRule | type[nn.Module]] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -155,20 +171,14 @@ class Taps(Float64Module):
         model = unwrapped(model)
         modules = modules_by_name(model)
         modules.pop("", None)
-        selected: dict[str, None] = {}
         self.groups: dict[str, tuple[str, ...]] = {}
-        if patterns is not None and not isinstance(patterns, Mapping):
-            msg = f"Taps: patterns must map names of groups to rules, got {describe(patterns)}; "
-            raise TypeError(msg + 'pass for example {"mlp": r"\\.mlp$"} or {"linear": torch.nn.Linear}')
-        for group, rule in (patterns or {}).items():
-            found = _selected(modules, group, rule)
-            selected |= dict.fromkeys(found)
-            own = [f"{name}.out" for name in found]
-            self.groups[group] = (*own, *[f"{name}.grad" for name in own])
-        # in the order of the model
-        tapped = [name for name in modules if name in selected]
+        tapped = self._selected("patterns", patterns, modules, ".out")
+        blocks = self._selected("residual", residual, modules, RESIDUAL_ROW)
         given = [names] if isinstance(names, str) else list(names)
-        self.names = (*[f"{name}.out" for name in tapped], *given)
+        self.heads = checked_heads(attention)
+        of_heads = [f"{name}{HEAD}{i}" for name, count in self.heads.items() for i in range(count)]
+        activations = [*[f"{name}.out" for name in tapped], *given]
+        self.names = (*activations, *of_heads, *[name + RESIDUAL_ROW for name in blocks])
         if not self.names:
             msg = 'Taps: nothing to measure; pass patterns, such as {"mlp": r"\\.mlp$"}, or the names '
             raise ValueError(msg + "of calls of gm.tap")
@@ -177,7 +187,15 @@ class Taps(Float64Module):
             raise ValueError(f"Taps: the name {twice[0]!r} appears twice")
         device = next((x.device for x in (*model.parameters(), *model.buffers())), torch.device("cpu"))
         for name in ("values", "grads"):
-            self.register_buffer(name, ops.new_store(len(self.names), device), persistent=False)
+            self.register_buffer(name, ops.new_store(len(activations), device), persistent=False)
+        # of which rows the other stores are, and what they hold
+        self._first_rows = len(activations), len(activations) + len(of_heads), len(self.names)
+        for name, schema, size in (
+            ("of_heads", ATTENTION, len(of_heads)),
+            ("of_blocks", RESIDUAL, len(blocks)),
+        ):
+            store = torch.zeros((size, schema.width), dtype=torch.float64, device=device) if size else None
+            self.register_buffer(name, store, persistent=False)
         self.register_buffer("cursor", torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=device))
         # two, so that a forward and a backward pass can run beside each other
         self._orders = ops.StreamOrder(), ops.StreamOrder()
@@ -186,13 +204,21 @@ class Taps(Float64Module):
         self._fused = False if fused is None and every != 1 else fused
         # in a list, since it is not a part of this module
         self._model = [model]
-        self._hooks = [_Hook(self, row) for row in range(len(tapped))]
-        pairs = zip(tapped, self._hooks, strict=True)
-        self._handles = [modules[name][0].register_forward_hook(hook) for name, hook in pairs]
+        outputs = [OutputHook(self, row) for row in range(len(tapped))]
+        residuals = [ResidualHook(self, row, name) for row, name in enumerate(blocks)]
+        self._hooks: list[OutputHook | ResidualHook] = [*outputs, *residuals]
+        self._handles = [
+            modules[name][0].register_forward_hook(hook, with_kwargs=isinstance(hook, ResidualHook))
+            for name, hook in zip([*tapped, *blocks], self._hooks, strict=True)
+        ]
         # copies of the whole model find the taps here; its parts do not refer to them in a copy
         self._handles.append(model.register_state_dict_pre_hook(self._do_nothing))
         self.rows = {name: row for row, name in enumerate(given, start=len(tapped))}
-        if given:
+        first = 0
+        for name, count in self.heads.items():
+            self.rows[f"{name}{HEAD}0"] = first
+            first += count
+        if self.rows:
             self._handles.append(model.register_forward_pre_hook(self._begin))
             self._handles.append(model.register_forward_hook(self._end, always_call=True))
         keep_in_repeats(self)
@@ -215,10 +241,34 @@ class Taps(Float64Module):
 
     def stats(self) -> ActivationStats:
         """Return what was measured since the last `advance`; inside or outside of a compiled step."""
-        names = (*self.names, *[f"{name}.grad" for name in self.names])
-        rows = len(self.names)
+        rows = self._first_rows[0]
+        names = self.names[:rows]
         with self.in_order():
-            return ActivationStats(names, torch.cat([self.values[:rows], self.grads[:rows]]))
+            both = torch.cat([self.values[:rows], self.grads[:rows]])
+        return ActivationStats((*names, *[f"{name}.grad" for name in names]), both)
+
+    def attention_stats(self) -> NamedStats[Any]:
+        """Return what was measured of attention heads since the last `advance`, as `stats` does."""
+        first, end, _ = self._first_rows
+        return stats_of(ATTENTION, self.names[first:end], self.columns_of(ATTENTION)[first:end])
+
+    def residual_stats(self) -> NamedStats[Any]:
+        """Return what was measured of blocks since the last `advance`, as `stats` does."""
+        _, first, end = self._first_rows
+        return stats_of(RESIDUAL, self.names[first:end], self.columns_of(RESIDUAL)[first:end])
+
+    def measures(self, schema: Schema) -> bool:
+        """Return whether rows of heads, or of blocks, are measured."""
+        return (self.of_heads if schema is ATTENTION else self.of_blocks) is not None
+
+    def columns_of(self, schema: Schema) -> Tensor:
+        """Return the columns of heads, or of blocks, in the rows of all names, ``(N, C)``; 0 in others."""
+        store = self.of_heads if schema is ATTENTION else self.of_blocks
+        before, end = self._first_rows[:2] if schema is ATTENTION else self._first_rows[1:]
+        with self.in_order():
+            if store is None:
+                return torch.zeros((end, schema.width), dtype=torch.float64, device=self.cursor.device)
+            return nn.functional.pad(store, (0, 0, before, self._first_rows[2] - end))
 
     def advance(self) -> None:
         """End the step: clear what was measured, and count the step. Inside or outside of a compiled step."""
@@ -226,6 +276,9 @@ class Taps(Float64Module):
         with self.in_order():
             self.values.zero_()
             self.grads.zero_()
+            for store in (self.of_heads, self.of_blocks):
+                if store is not None:
+                    store.zero_()
             self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
 
     def in_order(self) -> AbstractContextManager[None]:
@@ -234,7 +287,7 @@ class Taps(Float64Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002
         super()._apply(fn, recurse)
-        rows = len(self.names)
+        rows = self._first_rows[0]
         for name in ("values", "grads"):
             moved = getattr(self, name)
             store = ops.new_store(rows, moved.device)
@@ -287,9 +340,13 @@ class Taps(Float64Module):
 
     def check(self, x: object, what: str) -> None:
         """Raise a TypeError that begins with ``what``, unless the value can be measured."""
-        reason = _refusal(x, self.cursor)
+        reason = self.refusal(x)
         if reason is not None:
             raise TypeError(f"{what} {reason}")
+
+    def refusal(self, x: object) -> str | None:
+        """Return why a value cannot be measured, or None."""
+        return refusal(x, self.cursor)
 
     def measure(self, x: Tensor, row: int, channel_dim: int) -> Tensor:
         """Return ``x``, measured as in `tap`, in a row of `names`."""
@@ -307,95 +364,33 @@ class Taps(Float64Module):
         ops.tap(x, self.values, self.grads, self.cursor, row, channel_dim, fused=fused, orders=self._orders)
         return x
 
+    def measure_rows(self, columns: Tensor, row: int) -> None:
+        """Merge columns of `ATTENTION` or `RESIDUAL` into adjacent rows of their store, if a step is due."""
+        schema = ATTENTION if columns.shape[1] == ATTENTION.width else RESIDUAL
+        store = self.of_heads if schema is ATTENTION else self.of_blocks
+        if store is not None:
+            with self._orders[0].on(self.cursor.device):
+                ops.merge_rows_(columns, store, self.cursor, row, schema.num_sums)
 
-class _Hook:
-    """The forward hook of one module."""
-
-    def __init__(self, taps: Taps, row: int) -> None:
-        self.taps: Taps | None = taps
-        self.row = row
-
-    def __getstate__(self) -> dict[str, Any]:
-        # the taps refer to the whole model; if it is copied or saved, they set this again
-        return {"taps": None, "row": self.row}
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output with its first floating-point tensor measured."""
-        del args
-        if isinstance(output, Tensor):
-            return self._measured(output, module)
-        if isinstance(output, (tuple, list)):
-            place = next((i for i, x in enumerate(output) if _is_measurable(x)), None)
-            if place is None:
-                return output
-            items = [*output[:place], self._measured(output[place], module), *output[place + 1 :]]
-            if isinstance(output, list) or not hasattr(output, "_fields"):
-                return type(output)(items)
-            return type(output)(*items)
-        if isinstance(output, Mapping):
-            key = next((key for key, x in output.items() if _is_measurable(x)), None)
-            if key is not None and isinstance(output, MutableMapping):
-                # its type may have more than its items
-                output[key] = self._measured(output[key], module)
-            return output
-        if dataclasses.is_dataclass(output) and not isinstance(output, type):
-            names = [field.name for field in dataclasses.fields(output)]
-            name = next((name for name in names if _is_measurable(getattr(output, name))), None)
-            if name is not None:
-                x = getattr(output, name)
-                measured = self._measured(x, module)
-                if measured is not x:
-                    return dataclasses.replace(output, **{name: measured})
-        return output
-
-    def _measured(self, x: Tensor, module: nn.Module) -> Tensor:
-        if self.taps is None or not _is_measurable(x):
-            return x
-        is_first = isinstance(module, _CHANNELS_FIRST) or x.dim() > 3
-        dim = 1 if is_first and x.dim() > 1 and not isinstance(module, _CHANNELS_LAST) else -1
-        return self.taps.measure(x, self.row, dim)
+    def _selected(
+        self,
+        option: str,
+        rules: Mapping[str, GroupRule | type[nn.Module]] | None,
+        modules: Mapping[str, list[Any]],
+        end: str,
+    ) -> list[str]:
+        """Return the modules that rules select, in the order of the model, and note the groups of rows."""
+        if rules is not None and not isinstance(rules, Mapping):
+            msg = f"Taps: {option} must map names of groups to rules, got {describe(rules)}; "
+            raise TypeError(msg + 'pass for example {"mlp": r"\\.mlp$"} or {"linear": torch.nn.Linear}')
+        names: dict[str, None] = {}
+        for group, rule in (rules or {}).items():
+            found = selected(modules, group, rule)
+            names |= dict.fromkeys(found)
+            own = [name + end for name in found]
+            if option == "patterns":
+                self.groups[group] = (*own, *[f"{name}.grad" for name in own])
+        return [name for name in modules if name in names]
 
 
-def _is_measurable(x: object) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def _selected(modules: Mapping[str, list[Any]], group: str, rule: GroupRule | type[nn.Module]) -> list[str]:
-    """Return the names of the modules that a rule selects."""
-    if isinstance(rule, type):
-        found = [name for name, same in modules.items() if any(isinstance(x, rule) for x in same)]
-    else:
-        names = tuple(modules)
-        found = [names[row] for row in grouping.members(names, group, rule, None)]
-    if not found:
-        msg = f"Taps: {group!r} selects no module of the model with {describe(rule)}; "
-        raise ValueError(msg + "see [name for name, _ in model.named_modules()]")
-    return found
-
-
-def _refusal(x: object, cursor: Tensor) -> str | None:
-    """Return why a value cannot be measured, or None."""
-    if not isinstance(x, Tensor):
-        return f"is {describe(x)}; pass a tensor"
-    if is_dtensor(type(x)):
-        return "is a DTensor, of which this rank has only a part; pass its to_local()"
-    if not _is_measurable(x):
-        return f"has the dtype {x.dtype}; only floating-point and complex tensors are measured"
-    if layout(x) != torch.strided or x.is_nested:
-        return f"has the layout {layout(x)}; only strided tensors are measured"
-    if x.device != cursor.device:
-        return f"is on {x.device}, but the model's first parameter on {cursor.device}, when Taps was created"
-    return None
-
-
-with suppress(ImportError, AttributeError):
-    # `Module.compile` compiles the hooks of a module each by itself. The gradient of a tensor that such a
-    # graph only passes on does not go through the graph, so `_Hook` runs eagerly there, and the hooks of a
-    # model note which frame called it. They are still traced in the graph of a caller.
-    from torch._C._dynamo import eval_frame
-
-    for _hook in (_Hook.__call__, Taps._begin, Taps._end):  # noqa: SLF001
-        eval_frame.set_code_exec_strategy(
-            _hook.__code__,
-            eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP),  # noqa: SLF001
-        )
+run_eagerly(Taps._begin, Taps._end)  # noqa: SLF001 of this file

@@ -1,0 +1,54 @@
+"""What a recorder writes of taps: the tables of activations, of attention heads and of residual blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor, nn
+
+from gradiometer import ops
+from gradiometer.columns import ACTIVATIONS, rows
+from gradiometer.inputs import on_device
+from gradiometer.recorder.kinds import ACTIVATION_VALUES, ATTENTION_HEADS, RESIDUALS
+from gradiometer.stats import Taps
+
+if TYPE_CHECKING:
+    from gradiometer.columns import Thresholds
+    from gradiometer.recorder.kinds import Kind
+    from gradiometer.recorder.store import RingLayout
+
+_OWN: Final = (ATTENTION_HEADS, RESIDUALS)
+
+
+def kinds_of_taps(taps: object) -> list[Kind]:
+    """Return the kinds of heads and blocks that taps measure, beside activations."""
+    return [kind for kind in _OWN if isinstance(taps, Taps) and taps.measures(kind.schema)]
+
+
+def append_taps(
+    taps: Taps,
+    inv_scale: Tensor | float | None,
+    ring: Tensor,
+    cursor: Tensor,
+    layout: RingLayout,
+    thresholds: Thresholds,
+) -> None:
+    """Write what taps have measured into the current step's slot, which the gradients opened."""
+    columns, size = taps.stats().columns, len(taps.names)
+    # of values, then of gradients
+    both = columns.view(2, len(columns) // 2, ACTIVATIONS.width)
+    both = nn.functional.pad(both, (0, 0, 0, size - both.shape[1]))
+    columns = both.flatten(0, 1)
+    if inv_scale is not None:
+        if not isinstance(inv_scale, Tensor):
+            inv_scale = rows.number(inv_scale, columns.device)
+        scale = on_device(inv_scale.detach(), columns.device).to(torch.float64).reshape(())
+        columns = torch.cat([columns[:size], ACTIVATIONS.scaled(columns[size:], scale)])
+    columns = on_device(columns, ring.device)
+    section = layout.adjacent(ACTIVATION_VALUES.name, 2)
+    ops.append_(columns, ACTIVATIONS.flags_of(columns, thresholds), 0, ring, cursor, section)
+    for kind in kinds_of_taps(taps):
+        columns = on_device(taps.columns_of(kind.schema), ring.device)
+        flags = kind.schema.flags_of(columns, thresholds)
+        ops.append_(columns, flags, 0, ring, cursor, layout.sections[kind.name])
