@@ -689,12 +689,8 @@ def test_ranks_out_of_step_are_told_apart(two_ranks, tmp_path):
 
 
 def train_watched(model, rank, size, run_dir, limit=None):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gm.watch(
-        model, optimizer, run_dir=run_dir, weights=True, rules=[ChangedGradients(), LoopOrder()]
-    ) as monitor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    options = {"weights": True, "rules": [ChangedGradients()], "states": 4}
+    options = {"weights": True, "rules": [ChangedGradients(), LoopOrder()], "states": 4}
     with gm.watch(model, optimizer, run_dir=run_dir, **options) as monitor:
         for step in range(10):
             loss = loss_of(model, step, rank, size)

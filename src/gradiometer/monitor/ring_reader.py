@@ -148,11 +148,13 @@ class RingReader:
         self, model: ModelState | None
     ) -> tuple[Pending[dict[str, Table]] | None, ModelState | None]:
         """Start to measure the states of optimizers, if the step is due; add their counters to the model."""
-        states = self._recorder.states
+        recorder, states = self._recorder, self._recorder.states
         if states is None or not states.is_due(self.step):
             return None, model
+        rows, parameters = recorder.catalog.parameters, recorder.parameters_tracked
         try:
-            found = states.start(self._recorder)
+            with recorder.in_order():
+                found = states.start(rows, parameters, recorder.thresholds, recorder.ring.device)
         except Exception as error:  # noqa: BLE001 a lost device must not stop training
             self._failures.add("states", error)
             return None, model

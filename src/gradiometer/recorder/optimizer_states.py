@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from gradiometer.columns import Thresholds
     from gradiometer.recorder.catalog import Rows
-    from gradiometer.recorder.step_ring import StepRing
 
 # classes of torch.optim -> their states that have the shape of the parameter -> the option that makes them
 _OF_CLASS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -135,14 +134,15 @@ class OptimizerStates:
         """Return whether the states of a step are measured."""
         return step % self.record_every == 0 and (step % self.every == 0 or self._measured < _FIRST)
 
-    def start(self, recorder: StepRing) -> Measured:
-        """Measure the states, and start to copy the statistics to the host.
+    def start(
+        self, rows: Rows, parameters: Sequence[Tensor], thresholds: Thresholds, home: torch.device
+    ) -> Measured:
+        """Measure the states of parameters, and start to copy the statistics from a device to the host.
 
         Raises:
             TypeError: for a state that cannot be measured; the message names it.
         """
         self._measured += 1
-        rows, parameters = recorder.catalog.parameters, recorder.parameters_tracked
         places: list[tuple[int, int]] = []
         labels: list[str] = []
         tensors: list[Any] = []
@@ -166,11 +166,9 @@ class OptimizerStates:
         facts = tuple(updates), tuple(dtypes)
         if not tensors:
             return Measured(Pending([], lambda _: {}), *facts)
-        with recorder.in_order():
-            named = Named(tuple(labels), tensors)
-            stats = measure(named, "Monitor(states=...)", home=recorder.ring.device)
-            build = partial(self._tables, rows, recorder.thresholds, places)
-            return Measured(Pending([stats.columns], build), *facts)
+        stats = measure(Named(tuple(labels), tensors), "Monitor(states=...)", home=home)
+        build = partial(self._tables, rows, thresholds, places)
+        return Measured(Pending([stats.columns], build), *facts)
 
     def _alive(self) -> list[Optimizer]:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]

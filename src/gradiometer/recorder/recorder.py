@@ -254,20 +254,6 @@ class Recorder(StepRing):
         if self._has_weights:
             self._append(WEIGHTS, self._collect(WEIGHTS, self._tensors("weights")))
 
-    def _append_taps(self, taps: Taps, inv_scale: Tensor | float | None) -> None:
-        # after the gradients, which open a slot if the step is due
-        size = len(taps.names)
-        columns = taps.stats().columns
-        if inv_scale is not None:
-            given = inv_scale if isinstance(inv_scale, Tensor) else rows.number(inv_scale, columns.device)
-            scale = on_device(given.detach(), columns.device).to(torch.float64).reshape(())
-            columns = torch.cat([columns[:size], ACTIVATIONS.scaled(columns[size:], scale)])
-        columns = on_device(columns, self.ring.device)
-        section = self.layout.adjacent(ACTIVATION_VALUES.name, 2)
-        ops.append_(
-            columns, ACTIVATIONS.flags_of(columns, self.thresholds), 0, self.ring, self.cursor, section
-        )
-
     def _append_own(self, kind: Kind, tensors: list[Tensor | None]) -> None:
         """Measure a kind of the user's own."""
         found = present(self.catalog.names, tensors)
