@@ -47,11 +47,11 @@ def run_all(names, seeds, jobs, *, steps=None):
     wanted = [(name, seed) for name in names for seed in range(seeds)]
     planted = {runs.maker(name, seed)[1] for name, seed in wanted if name in runs.FAULTS}
     with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(runs.run, name, seed, steps=steps) for name, seed in wanted]
         clean = {
             kind: [pool.submit(runs.run, kind, seed, steps=steps, watched=False) for seed in runs.CLEAN]
             for kind in sorted(planted)
         }
-        waiting = [pool.submit(runs.run, name, seed, steps=steps) for name, seed in wanted]
         try:
             rows = []
             for future in waiting:
