@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 
-LEAST_RECALL = 0.90
+LEAST_RECALL = 0.95
 MOST_FALSE = 0.03
 
 
