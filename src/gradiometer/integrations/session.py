@@ -114,23 +114,19 @@ class Session:
         try:
             # without wrappers such as Accelerate's
             known = tuple([getattr(each, "optimizer", each) for each in optimizers])
-            is_known = all([isinstance(each, Optimizer) for each in known])
-            options = (
-                {"states": STATES, **self._options}
-                if known and is_known
-                else self._options | {"states": None}
-            )
-            self.monitor = Monitor(measurable(model), **options, optimizer=known if is_known else None)
+            held = known if all([isinstance(each, Optimizer) for each in known]) else ()
+            options = {"states": STATES, **self._options} if held else self._options | {"states": None}
+            self.monitor = Monitor(measurable(model), **options, optimizer=held or None)
             self.running = True
             names, parameters = named_parameters(model, self._caller)
             self._names = dict(zip(parameters, names, strict=True))
             self.monitor.skips = scaler is not None
             self.monitor.logger = self._logger
             self._facts = LoopFacts()
-            self.monitor.set_driver(Driver("trainer", known if is_known else (), self._facts))
-            self._several = known if is_known and len(known) > 1 else ()
+            self.monitor.set_driver(Driver("trainer", held, self._facts))
+            self._several = held if len(held) > 1 else ()
             self.monitor.split_updates(self._parts())
-            self._observe_clips(scaler, known if is_known else ())
+            self._observe_clips(scaler, held)
         except (ValueError, ImportError):
             raise  # an invalid option: stop before training begins
         except Exception as error:  # noqa: BLE001 such as a parameter that cannot be measured
