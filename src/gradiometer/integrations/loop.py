@@ -16,6 +16,7 @@ from gradiometer.inputs import tracked_parameters
 from gradiometer.integrations.backward_passes import BackwardPasses
 from gradiometer.integrations.clipping import ClippedGradients, observe
 from gradiometer.integrations.optimizers import one_of_each_group, optimizers_in, parts_of
+from gradiometer.integrations.other_optimizers import OtherOptimizers
 from gradiometer.integrations.partitioned import framework_of
 from gradiometer.integrations.session import STATES, collect_part
 from gradiometer.integrations.step_order import OrderOfSteps, Scaling
@@ -193,6 +194,7 @@ class _Loop:
         self._passes = BackwardPasses([p for each in self._sentinels for _, p in each])
         used = [[*part, *((name, masters[name]) for name, _ in part if name in masters)] for part in parts]
         self._scaling = Scaling(scaler)
+        self._others = OtherOptimizers(self.optimizers, {name: p for part in parts for name, p in part})
         # something else may take the gradients
         watched = [() if masters or each.outer else part for each, part in zip(wrapped, parts, strict=True)]
         given = [each.given for each in wrapped]
@@ -210,6 +212,7 @@ class _Loop:
         """Watch from here on, until the monitor closes."""
         at_close = self._monitor.call_at_close
         at_close(self._passes.remove)
+        at_close(self._others.attach())
         at_close(self._report_no_step)
         at_close(observe(self._clipped))
         for index, each in enumerate(self._wrapped):
@@ -362,6 +365,7 @@ class _Loop:
         rates = [each.param_groups[0].get("lr") for each in self.optimizers]
         names = ["lr", *(f"lr_{i}" for i in range(1, len(rates)))]
         known = {name: rate for name, rate in zip(names, rates, strict=True) if rate is not None}
+        self.facts.order = self.facts.order._replace(others=self._others.take())
         self._monitor.advance(**known)
         self.facts.changed_gradients, self.facts.order = False, self._order.restart()
 

@@ -35,6 +35,7 @@ class StepOrder(NamedTuple):
         backoff: by what the GradScaler multiplies its scale after a skipped step; 0 without one.
         first_scale: its scale before the first step; 0 if that is not known.
         is_unfinished: whether the loop ended without an ``optimizer.step()`` after these passes.
+        others: what optimizers that are not watched have updated since the step before.
     """
 
     passes: int = 0
@@ -46,6 +47,7 @@ class StepOrder(NamedTuple):
     backoff: float = 0.0
     first_scale: float = 0.0
     is_unfinished: bool = False
+    others: tuple[str, ...] = ()
 
 
 _UNKNOWN: Final = StepOrder()

@@ -25,9 +25,11 @@ from gradiometer.rules.first_nonfinite import first_nonfinite_text
 from gradiometer.rules.flow import NoGradientFlow, NoGradients
 from gradiometer.rules.headlines import Headline, counts_text, headlines
 from gradiometer.rules.history import NormHistory
+from gradiometer.rules.hyperparameters import Hyperparameters
 from gradiometer.rules.initialization import EvalMode, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.ledger import Ledger
+from gradiometer.rules.levels import ChanceLevel, FadingGradients, StaysHigh
 from gradiometer.rules.listing import first_of, table_of
 from gradiometer.rules.loop_order import ChangedGradients, LoopOrder
 from gradiometer.rules.loss import LossSpike
@@ -53,6 +55,7 @@ __all__ = [
     "AttentionEntropy",
     "AttentionMask",
     "AttentionSum",
+    "ChanceLevel",
     "ChangedGradients",
     "ChangedOutside",
     "CollapsingRouter",
@@ -63,12 +66,14 @@ __all__ = [
     "Epsilon",
     "EvalMode",
     "Exploding",
+    "FadingGradients",
     "Fault",
     "Finding",
     "GroupRates",
     "GroupRatio",
     "GrowingLogits",
     "Headline",
+    "Hyperparameters",
     "Initialization",
     "LayerImbalance",
     "LearningRate",
@@ -91,6 +96,7 @@ __all__ = [
     "Severity",
     "StaleSecondMoment",
     "StateReset",
+    "StaysHigh",
     "Stuck",
     "Untied",
     "UnusedRows",

@@ -236,35 +236,23 @@ class LogitScale(_LayerRule):
     """A layer whose logits are not q·k times the expected scale.
 
     It needs a Monitor with ``taps`` that have ``attention``. Without ``scale``, `gradiometer.tap_attention`
-    expects 1 / sqrt(d). Other scales may be meant, so the severity is info, unless the logits are q·k itself
-    and so large that the weights were far from equal from the first step on.
+    expects 1 / sqrt(d). Other scales may be meant, so the severity is info, unless the logits are q·k itself.
+    Models without a scale, as T5, pass ``scale=1.0``.
 
     Args:
         factor: between the logits and what is expected, from which on it is found.
-        entropy: the largest entropy of the first step of a layer for a warning. Logits with a standard
-            deviation of 1, as a model without a scale has that is initialized for it, leave 0.88 of 64 keys.
     """
 
     name = "logit_scale"
-    kept: ClassVar[tuple[str, ...]] = (*LastingRule.kept, "first")
     factor: float = 1.25
     _: KW_ONLY
-    entropy: float = 0.8
     patience: int = 10
-
-    def restart(self, size: int) -> None:
-        """Start a new history of ``size`` tensors."""
-        super().restart(size)
-        # the entropy of the first step in which a layer was measured
-        self.first = torch.full((size,), math.nan, dtype=torch.float64, device="cpu")
 
     def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about layers with another scale for ``patience`` steps."""
         ratio = torch.where(record.value("n_scales", _KIND) > 0, record.value("logit_scale", _KIND), math.nan)
         # NaN, which compares as false, unless the scale of all heads is known
         least, top = self.over_layers(ratio, least=True), self.over_layers(ratio, least=False)
-        entropy = self.over_layers(record.value("entropy", _KIND), least=False)
-        self.first = torch.where(self.first.isnan(), entropy, self.first)
         now = (least > self.factor) | (top < 1.0 / self.factor)
         found = self.lasting(now, ~least.isnan(), record.step)
         if found is None:
@@ -283,7 +271,7 @@ class LogitScale(_LayerRule):
             advice = (
                 "divide q·k by sqrt(d) once, d being the size of a head; if another scale is meant, pass "
             )
-            is_problem = is_missing and value > 1.0 and bool(self.first[place] < self.entropy)
+            is_problem = is_missing and expected < 1.0
             severity = self.severity if is_problem else min(self.severity, Severity.INFO)
             return Observation(value, self.factor, message, advice + "scale= to gm.tap_attention", severity)
 

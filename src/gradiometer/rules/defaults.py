@@ -15,8 +15,10 @@ from gradiometer.rules.attention import (
 from gradiometer.rules.epsilon import Epsilon
 from gradiometer.rules.flow import NoGradientFlow, NoGradients
 from gradiometer.rules.history import NormHistory
+from gradiometer.rules.hyperparameters import Hyperparameters
 from gradiometer.rules.initialization import EvalMode, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
+from gradiometer.rules.levels import ChanceLevel, FadingGradients, StaysHigh
 from gradiometer.rules.loop_order import ChangedGradients, LoopOrder
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.moments import MisplacedMoments
@@ -52,6 +54,7 @@ def default_rules() -> list[Rule]:
         MisplacedMoments(),
         LearningRate(),
         GroupRates(),
+        Hyperparameters(),
         DecayedNorms(),
         NotRegistered(),
         Epsilon(),
@@ -70,6 +73,9 @@ def default_rules() -> list[Rule]:
         UpdateSpike(),
         NormSpike(),
         LossSpike(),
+        StaysHigh(),
+        ChanceLevel(),
+        FadingGradients(),
         Exploding(norms=norms),
         Vanishing(norms=norms),
         Dead(),

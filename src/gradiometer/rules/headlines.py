@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
     "loop_order", "eval_mode", "untied", "not_registered", "initialization", "learning_rate", "group_lr",
-    "epsilon", "state_reset", "misplaced_moments", "stale_second_moment", "changed_outside", "update_bound",
-    "replica_divergence", "crossed_zero", "nonfinite", "nonfinite_buffer", "no_gradients", "not_updated",
-    "stuck", "accumulating", "no_gradient_flow", "attention_sum", "attention_mask", "logit_scale", "residual",
-    "loss_spike", "norm_spike", "exploding", "update_spike", "growing_logits", "attention_entropy",
+    "hyperparameters", "epsilon", "state_reset", "misplaced_moments", "stale_second_moment",
+    "changed_outside", "update_bound", "replica_divergence", "crossed_zero", "nonfinite",
+    "nonfinite_buffer", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow",
+    "attention_sum", "attention_mask", "logit_scale", "residual", "loss_spike", "norm_spike", "exploding",
+    "update_spike", "growing_logits", "attention_entropy", "stays_high", "chance_level", "fading_gradients",
     "collapsing_router", "dead_units", "vanishing", "dead", "unused_rows", "update_ratio", "imbalance",
     "decayed_norms", "changed_gradients",
 )  # fmt: skip
@@ -30,7 +31,7 @@ _ORDER: Final = (
 _DIVERGED: Final = frozenset({
     "loss_spike", "norm_spike", "exploding", "update_spike", "nonfinite", "update_ratio", "imbalance",
     "vanishing", "dead", "dead_units", "growing_logits", "collapsing_router",
-    "attention_entropy",
+    "attention_entropy", "stays_high", "chance_level",
 })  # fmt: skip
 _QUIET: Final = frozenset({"dead", "dead_units", "vanishing", "imbalance", "not_updated", "stuck"})
 _STOPPED: Final = _QUIET | {"no_gradient_flow", "update_ratio"}
@@ -50,6 +51,7 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "group_lr": _NOT_LEARNING,
     # updates that are a division by 0, or too large for their learning rate
     "epsilon": _DIVERGED,
+    "hyperparameters": _DIVERGED | _NOT_LEARNING,
     "state_reset": _DIVERGED,
     "stale_second_moment": _DIVERGED,
     "nonfinite": _DIVERGED | _STOPPED | {"no_gradients", "nonfinite_buffer"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,17 @@ def if_summed(record: StepRecord) -> str:
         f"; {order.passes} backward passes wrote the gradients of this step: divide the loss of each by "
         f"{order.passes}, unless that is done"
     )
+
+
+def most_skips(record: StepRecord) -> int:
+    """Return how many steps a GradScaler may skip in a row until its first scale has fallen to a usual one.
+
+    10, from 2**16 to 2**6; more for a larger first scale.
+    """
+    order = None if record.model is None else record.model.order
+    if order is None or not order.first_scale or not 0.0 < order.backoff < 1.0:
+        return 10
+    return max(10, math.ceil(math.log(order.first_scale / 2.0**6) / -math.log(order.backoff)))
 
 
 def optimizers_of(record: StepRecord) -> OptimizerState | None:

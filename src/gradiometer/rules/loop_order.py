@@ -10,7 +10,7 @@ from gradiometer.rules.base import BaseRule
 from gradiometer.rules.finding import Severity
 from gradiometer.rules.first_nonfinite import first_nonfinite_text
 from gradiometer.rules.flow import CALL_ORDER
-from gradiometer.rules.known import optimizers_of
+from gradiometer.rules.known import most_skips, optimizers_of
 from gradiometer.rules.optimizer import RESET, SCHEDULE, learning_rates
 from gradiometer.rules.schedule import follow
 
@@ -37,6 +37,9 @@ CLIP: Final = (
     "clip between backward() and optimizer.step(); with a GradScaler after scaler.unscale_(optimizer)"
 )
 UNSCALE: Final = "call scaler.unscale_(optimizer) once in each step, right before the clip"
+ONE_OPTIMIZER: Final = (
+    "let one optimizer update each parameter; if several are meant to, pass all of them to gm.watch"
+)
 LARGE: Final = "if the loss scale is too large, start the GradScaler with a smaller init_scale"
 SCALE: Final = (
     "a smaller loss scale does not help if the forward pass or the loss is not finite: use bfloat16, or keep "
@@ -51,8 +54,6 @@ LEAST_LIMIT: Final = 0.01
 # the least number of steps, and the share of those with the usual number of backward passes
 LEAST_STEPS: Final = 20
 USUAL: Final = 0.75
-# what a GradScaler needs at most to come from its first scale to a usual one, from 2**16 to 2**6
-MOST_SKIPS: Final = 10
 
 
 @dataclass(eq=False, repr=False)
@@ -117,7 +118,15 @@ class LoopOrder(BaseRule):
             self.begun = record.step
         # of mistakes about the gradients only the first is reported: the others follow from it
         made = self._about_gradients(record), self._about_clips(record), self._varying(record)
-        return [found for several in made for found in several[:1]] + self._schedules(record)
+        found = [found for several in made for found in several[:1]] + self._schedules(record)
+        return found + self._others(record, record.model.order.others)
+
+    def _others(self, record: StepRecord, others: tuple[str, ...]) -> list[Finding]:
+        lasting = self._lasts(record, "others", len(others), self.patience)
+        if lasting is None:
+            return []
+        text = f"another optimizer, which is not watched, steps, too, since step {lasting[0]}: "
+        return [self._made(record, lasting[0], f"{text}{'; '.join(others)}", ONE_OPTIMIZER)]
 
     def _lasts(self, record: StepRecord, key: str, value: int, patience: int) -> tuple[int, int] | None:
         """Return since when a value above 0 has been the same, and for how many steps, from ``patience``."""
@@ -224,7 +233,7 @@ class LoopOrder(BaseRule):
         is_bad = record.loss is not None and not math.isfinite(record.loss)
         # 1: the loss scale may be too large
         value = (2 if is_bad else 1) * (record.skipped and record.model.has_loss_scale)
-        found = self._lasts(record, "skipped", value, self.patience + 2 if is_bad else MOST_SKIPS)
+        found = self._lasts(record, "skipped", value, self.patience + 2 if is_bad else most_skips(record))
         if found is None:
             return []
         since, count = found

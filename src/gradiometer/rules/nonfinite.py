@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gradiometer.rules.base import BaseRule
 from gradiometer.rules.finding import Finding, Severity, checked
 from gradiometer.rules.first_nonfinite import FirstNonfinite, first_nonfinite, first_nonfinite_text
-from gradiometer.rules.known import driver_of
+from gradiometer.rules.known import driver_of, most_skips
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -87,10 +87,11 @@ class NonFinite(BaseRule):
             self.streak, self.first = 0, None
             return [self._harmless(record, first)]
         self.streak += 1
-        lasts = self.streak >= self.patience
+        has_scale = record.model is not None and record.model.has_loss_scale and not loss_is_bad
+        lasts = self.streak >= (max(self.patience, most_skips(record)) if has_scale else self.patience)
         harmless = record.skipped and not lasts and kind != "weights"
         skipped = self.skipped
-        if record.model is not None and record.model.has_loss_scale and not loss_is_bad:
+        if has_scale:
             skipped = min(skipped, Severity.INFO)
         severity = min(skipped, self.severity) if harmless else self.severity
         if self.first is not None:
@@ -98,8 +99,7 @@ class NonFinite(BaseRule):
             found = Finding.from_dict(self.first)
             if severity > found.severity and lasts:
                 message = f"{found.message}; {self.streak} steps in a row are not finite"
-                scaled = record.model is not None and record.model.has_loss_scale and not loss_is_bad
-                advice = (SCALE if scaled else "") + found.advice
+                advice = (SCALE if has_scale else "") + found.advice
                 found = replace(found, message=message, advice=advice)
         elif first is not None:
             # without the step's number, which the finding has separately
