@@ -32,6 +32,12 @@ def if_summed(record: StepRecord) -> str:
     )
 
 
+def has_loss_scale(record: StepRecord) -> bool:
+    """Return whether the loss has a scale, also if `torch.amp.GradScaler.unscale_` was called already."""
+    model = record.model
+    return model is not None and (model.has_loss_scale or model.order.backoff > 0.0)
+
+
 def most_skips(record: StepRecord) -> int:
     """Return how many steps a GradScaler may skip in a row until its first scale has fallen to a usual one.
 

@@ -22,6 +22,8 @@ WINDOW: Final = 20
 # a loss within these factors of log(C) is no better than that of guessing among C classes
 NO_BETTER: Final = 0.95
 NO_WORSE: Final = 1.1
+# a loss that falls by less stays
+STAYS: Final = 0.98
 # with fewer classes, log(C) is near 1, as are many losses that are no cross entropy
 LEAST_CLASSES: Final = 4
 
@@ -54,21 +56,23 @@ class ChanceLevel(BaseRule):
     """A loss that stays at log(C), the cross entropy of guessing among C classes.
 
     C is the number of rows of the last or the first matrix of the model, of the classifier or of the
-    embedding, if it is 4 or more. The median of 20 losses has to stay between 0.95 and 1.1 times log(C) for
-    ``patience`` steps, or for C steps if that is more, since each class has to be seen before it is learned.
+    embedding, if it is 4 or more. The median of 20 losses has to stay between 0.95 and 1.1 times log(C), and
+    not to fall by more than 2 %, for ``patience`` steps, or for C steps if that is more, since each class has
+    to be seen before it is learned.
 
     Args:
         patience: number of steps.
     """
 
     name = "chance_level"
-    kept = ("window", "streak", "since", "classes")
+    kept = ("window", "streak", "since", "classes", "begun")
     _: KW_ONLY
     patience: int = 100
     window: Tensor = field(default_factory=_window, init=False)
     streak: int = field(default=0, init=False)
     since: int = field(default=0, init=False)
     classes: int = field(default=0, init=False)
+    begun: float = field(default=0.0, init=False)
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare the loss with that of guessing."""
@@ -78,14 +82,14 @@ class ChanceLevel(BaseRule):
         rows = [shape[0] for shape in record.catalog.parameters.shapes if len(shape) == 2]
         several = [count for count in (rows[-1:] + rows[:1]) if count >= LEAST_CLASSES]
         classes = next((c for c in several if NO_BETTER <= usual / math.log(c) <= NO_WORSE), 0)
-        if not classes or classes != self.classes:
+        if classes != self.classes or usual < STAYS * self.begun:
             self.classes, self.streak = classes, 0
         if not classes:
             return []
         self.streak += 1
         if self.streak == 1:
-            self.since = max(record.step - WINDOW + 1, 0)
-        if self.streak + WINDOW <= max(self.patience, classes):
+            self.since, self.begun = record.step, usual
+        if self.streak < max(self.patience, classes):
             return []
         guess = math.log(classes)
         text = f"the loss stays near {usual:.3g} since step {self.since}: the loss of a model that guesses "
@@ -194,8 +198,7 @@ class FadingGradients(BaseRule):
             return []
         if usual >= self.highest:
             self.highest, self.loss_then = usual, loss
-        # 2 %, the usual noise of a median
-        fallen = loss < self.loss_then - 0.02 * abs(self.loss_then)
+        fallen = loss < self.loss_then - (1.0 - STAYS) * abs(self.loss_then)
         if fallen or usual * self.factor > self.highest or usual == 0.0:
             self.streak = 0
             return []

@@ -10,7 +10,7 @@ from gradiometer.rules.base import BaseRule
 from gradiometer.rules.finding import Severity
 from gradiometer.rules.first_nonfinite import first_nonfinite_text
 from gradiometer.rules.flow import CALL_ORDER
-from gradiometer.rules.known import most_skips, optimizers_of
+from gradiometer.rules.known import has_loss_scale, most_skips, optimizers_of
 from gradiometer.rules.optimizer import RESET, SCHEDULE, learning_rates
 from gradiometer.rules.schedule import follow
 
@@ -125,8 +125,9 @@ class LoopOrder(BaseRule):
         lasting = self._lasts(record, "others", len(others), self.patience)
         if lasting is None:
             return []
-        text = f"another optimizer, which is not watched, steps, too, since step {lasting[0]}: "
-        return [self._made(record, lasting[0], f"{text}{'; '.join(others)}", ONE_OPTIMIZER)]
+        text = f"weights also change outside of the watched optimizer since step {lasting[0]}: "
+        text += "; ".join(others) + ", too"
+        return [self._made(record, lasting[0], text, ONE_OPTIMIZER)]
 
     def _lasts(self, record: StepRecord, key: str, value: int, patience: int) -> tuple[int, int] | None:
         """Return since when a value above 0 has been the same, and for how many steps, from ``patience``."""
@@ -232,7 +233,7 @@ class LoopOrder(BaseRule):
         assert record.model is not None  # noqa: S101 for the type checker
         is_bad = record.loss is not None and not math.isfinite(record.loss)
         # 1: the loss scale may be too large
-        value = (2 if is_bad else 1) * (record.skipped and record.model.has_loss_scale)
+        value = (2 if is_bad else 1) * (record.skipped and has_loss_scale(record))
         found = self._lasts(record, "skipped", value, self.patience + 2 if is_bad else most_skips(record))
         if found is None:
             return []

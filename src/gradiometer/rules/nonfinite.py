@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gradiometer.rules.base import BaseRule
 from gradiometer.rules.finding import Finding, Severity, checked
 from gradiometer.rules.first_nonfinite import FirstNonfinite, first_nonfinite, first_nonfinite_text
-from gradiometer.rules.known import driver_of, most_skips
+from gradiometer.rules.known import driver_of, has_loss_scale, most_skips
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -87,7 +87,7 @@ class NonFinite(BaseRule):
             self.streak, self.first = 0, None
             return [self._harmless(record, first)]
         self.streak += 1
-        has_scale = record.model is not None and record.model.has_loss_scale and not loss_is_bad
+        has_scale = has_loss_scale(record) and not loss_is_bad
         lasts = self.streak >= (max(self.patience, most_skips(record)) if has_scale else self.patience)
         harmless = record.skipped and not lasts and kind != "weights"
         skipped = self.skipped
