@@ -317,13 +317,14 @@ def learning_rate_too_large_with_adam(t, _):
     rate(t, lambda _, factor: 300 * factor)
 
 
-@fault("update_spike", onset=100, where="gpt-normal-embeddings vae unet", peers=TOO_HIGH)
+@fault("update_spike", "state_reset", onset=100, where="gpt-normal-embeddings vae unet", peers=TOO_HIGH)
 def second_moment_zeroed(t, _):
     t.at(100, functools.partial(corrupt, t, "exp_avg_sq", 0.0))
 
 
 @fault(
     "update_spike",
+    "update_bound",
     onset=90,
     where="resnet-zero-init cnn-step-schedule mlp-cosine-restarts",
     peers=TOO_HIGH,

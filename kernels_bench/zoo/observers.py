@@ -41,7 +41,8 @@ class Ours:
         self.steps_seen = {}
         watched = t.model if t.watched is None else t.watched
         self.taps = taps_of(t.model)
-        self.monitor = gm.Monitor(watched, weights=True, updates=True, taps=self.taps, sinks=[self])
+        options = {"weights": True, "updates": True, "optimizer": t.optimizers, "states": 10}
+        self.monitor = gm.Monitor(watched, taps=self.taps, sinks=[self], **options)
         self.scaler = t.scaler
 
     def record(self, _):

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class OtherOptimizers:
     """Watches all optimizers of the process, from `attach` on.
 
-    An optimizer that steps inside of a watched one, or around it, is a part of it or a wrapper.
+    An optimizer that steps inside of a watched one, or around it, is a part of it or a wrapper. After a step
+    that raises an error, those of others may be taken for its parts.
 
     Args:
         watched: the optimizers that are watched.
@@ -28,7 +29,8 @@ class OtherOptimizers:
     def __init__(self, watched: Iterable[Optimizer], parameters: Mapping[str, Tensor]) -> None:
         self._watched = {id(optimizer) for optimizer in watched}
         self._names = {id(p): name for name, p in parameters.items()}
-        # steps that run: the optimizer's id, and whether a watched one has run inside
+        # steps that run: the optimizer's id, how often it has begun, as `super().step` begins again, and
+        # whether a watched one has run inside
         self._running: list[list[Any]] = []
         # what it updates, as a text; empty if none of the parameters
         self._texts: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
@@ -55,20 +57,25 @@ class OtherOptimizers:
     def _begin(self, optimizer: Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        # a step that raised an error did not end
-        places = [i for i, (known, _) in enumerate(self._running) if known == id(optimizer)]
-        del self._running[places[0] if places else len(self._running) :]
         if id(optimizer) in self._watched:
             for step in self._running:
-                step[1] = True
-        self._running.append([id(optimizer), False])
+                step[2] = True
+        again = next((step for step in self._running if step[0] == id(optimizer)), None)
+        if again is None:
+            self._running.append([id(optimizer), 1, False])
+        else:
+            again[1] += 1
 
     def _end(self, optimizer: Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not self._running or self._running[-1][0] != id(optimizer):
+        running = next((step for step in self._running if step[0] == id(optimizer)), None)
+        if torch.compiler.is_compiling() or running is None:
             return
-        _, has_watched = self._running.pop()
-        is_inside = any(known in self._watched for known, _ in self._running)
-        if id(optimizer) in self._watched or has_watched or is_inside:
+        running[1] -= 1
+        if running[1]:
+            return
+        self._running.remove(running)
+        is_inside = any(step[0] in self._watched for step in self._running)
+        if id(optimizer) in self._watched or running[2] or is_inside:
             return
         text = self._texts.get(optimizer)
         if text is None:

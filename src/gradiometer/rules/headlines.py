@@ -33,7 +33,10 @@ _DIVERGED: Final = frozenset({
     "vanishing", "dead", "dead_units", "growing_logits", "collapsing_router",
     "attention_entropy", "stays_high", "chance_level",
 })  # fmt: skip
-_QUIET: Final = frozenset({"dead", "dead_units", "vanishing", "imbalance", "not_updated", "stuck"})
+_QUIET: Final = frozenset({
+    "dead", "dead_units", "vanishing", "imbalance", "not_updated", "stuck", "chance_level",
+    "fading_gradients",
+})  # fmt: skip
 _STOPPED: Final = _QUIET | {"no_gradient_flow", "update_ratio"}
 # causes of updates that are too small
 _STOPS: Final = frozenset({"loop_order", "nonfinite", "no_gradients", "stuck"})
@@ -76,9 +79,11 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "residual": frozenset({"vanishing", "imbalance", "dead"}),
     # experts without tokens get no gradient, and the routers of several layers collapse together
     "collapsing_router": _QUIET | {"no_gradient_flow", "collapsing_router"},
-    "vanishing": frozenset({"dead", "imbalance", "not_updated", "stuck"}),
-    "dead_units": frozenset({"dead", "vanishing", "imbalance", "not_updated", "stuck"}),
-    "dead": frozenset({"vanishing", "imbalance", "no_gradient_flow"}),
+    "vanishing": _QUIET - {"dead_units"},
+    "dead_units": _QUIET,
+    "dead": frozenset({"vanishing", "imbalance", "no_gradient_flow", "chance_level", "fading_gradients"}),
+    "not_registered": _QUIET,
+    "attention_mask": frozenset({"chance_level"}),
 }
 # causes that make the whole model diverge, wherever they are, if they are problems
 _SPREADS: Final = frozenset({

@@ -20,6 +20,8 @@ MOMENTUM: Final = 0.999
 # lr * weight_decay, the share of a weight that is lost in a step: 5e-5 for ResNets, 1e-4 or less for
 # transformers; from 1e-2 on, what was learned 100 steps ago is forgotten
 DECAY: Final = 1e-2
+# a decay of up to 0.3 is usual (ViT); with it, such a product tells of the learning rate
+LARGE_DECAY: Final = 0.3
 # what a clip leaves of the gradients: 0.01 where rewards are not normalized, 0.1 to 1 elsewhere
 CLIPPED: Final = 1e-3
 
@@ -39,7 +41,7 @@ class Hyperparameters(BaseRule):
       updates are not bounded by the learning rate (Kingma and Ba, arXiv:1412.6980, theorem 4.1, requires
       ``beta1**2 < sqrt(beta2)``; Reddi et al., arXiv:1904.09237, ``beta1 <= sqrt(beta2)``).
     * A ``momentum`` of 0.999 or more.
-    * ``lr * weight_decay`` above 0.01 in ``patience`` steps.
+    * ``lr * weight_decay`` above 0.01 in ``patience`` steps, with a ``weight_decay`` above 0.3.
     * A clip that leaves less than 0.1 % of the gradients in ``patience`` steps in a row; info for optimizers
       with two betas, whose updates hardly depend on the scale of gradients.
     """
@@ -61,13 +63,17 @@ class Hyperparameters(BaseRule):
             self.since = record.step
         groups = list(zip(known.options, known.rates, strict=True))
         found = [*self._betas(record, known.options), *self._momentum(record, known.options)]
-        decays = [rate * options.get("weight_decay", 0.0) for options, rate in groups if rate is not None]
+        decays = [
+            rate * options["weight_decay"]
+            for options, rate in groups
+            if rate is not None and options.get("weight_decay", 0.0) > LARGE_DECAY
+        ]
         decay = max(decays, default=0.0)
         self.decayed = self.decayed + 1 if decay > DECAY else 0
         if self.decayed >= self.patience:
             since = record.step - self.decayed + 1
             text = f"weight decay takes {decay:.1%} of the weights away in each step since step {since}: "
-            text += f"lr times weight_decay is {decay:.3g}"
+            text += f"the learning rate times weight_decay is {decay:.3g}"
             found.append(self.finding(record, since, None, decay, DECAY, text, CHECK, None, None))
         return [*found, *self._clip(record, is_adam=all("beta2" in options for options in known.options))]
 

@@ -89,12 +89,15 @@ class ChanceLevel(BaseRule):
         self.streak += 1
         if self.streak == 1:
             self.since, self.begun = record.step, usual
-        if self.streak < max(self.patience, classes):
+        patience = max(self.patience, classes)
+        if self.streak < patience:
             return []
         guess = math.log(classes)
         text = f"the loss stays near {usual:.3g} since step {self.since}: the loss of a model that guesses "
         text += f"among {classes:,} classes is log({classes}) = {guess:.3g}, so it does not learn"
-        return [self.finding(record, self.since, None, usual, guess, text, NOT_LEARNING, None, None)]
+        # what stops the learning begins before this shows
+        shown = self.since + patience - 1
+        return [self.finding(record, shown, None, usual, guess, text, NOT_LEARNING, None, None)]
 
 
 @dataclass(eq=False, repr=False)
