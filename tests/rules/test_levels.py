@@ -46,13 +46,20 @@ def test_a_loss_that_stays_at_chance_level_is_found_with_the_number_of_classes()
     assert "among 8 classes is log(8) = 2.08" in found.message
 
 
+def test_a_loss_that_rises_above_chance_level_is_found():
+    (found,) = run(ChanceLevel(), noisy([GUESS * (1.0 + step / 20) for step in range(200)]))
+    assert "the loss has risen to 2" in found.message
+    # but not if it did not begin as that of a classifier
+    assert run(ChanceLevel(), [GUESS * (0.1 + step / 20) for step in range(200)]) == []
+
+
 @pytest.mark.parametrize(
     "losses",
     [
         [GUESS] * 110,
         [GUESS * 0.995**step for step in range(300)],
         [GUESS * (1 - 1e-3 * step) for step in range(50)] + [GUESS * 0.9] * 200,
-        [1.5 * GUESS] * 200,
+        [1.6 * GUESS] * 200,
         [None] * 200,
         [math.nan] * 200,
     ],

@@ -22,6 +22,8 @@ WINDOW: Final = 20
 # a loss within these factors of log(C) is no better than that of guessing among C classes
 NO_BETTER: Final = 0.95
 NO_WORSE: Final = 1.1
+# the loss of an untrained classifier, whose logits are not exactly equal
+UNTRAINED: Final = 1.5
 # a loss that falls by less stays
 STAYS: Final = 0.98
 # with fewer classes, log(C) is near 1, as are many losses that are no cross entropy
@@ -53,19 +55,20 @@ def _median(window: Tensor, value: float) -> tuple[Tensor, float]:
 
 @dataclass(eq=False, repr=False)
 class ChanceLevel(BaseRule):
-    """A loss that stays at log(C), the cross entropy of guessing among C classes.
+    """A loss that stays at log(C), the cross entropy of guessing among C classes, or rises above it.
 
     C is the number of rows of the last or the first matrix of the model, of the classifier or of the
     embedding, if it is 4 or more. The median of 20 losses has to stay between 0.95 and 1.1 times log(C), and
     not to fall by more than 2 %, for ``patience`` steps, or for C steps if that is more, since each class has
-    to be seen before it is learned.
+    to be seen before it is learned. If the first median is between 0.95 and 1.5 times log(C), as of a
+    classifier that has not learned yet, there is no upper limit.
 
     Args:
         patience: number of steps.
     """
 
     name = "chance_level"
-    kept = ("window", "streak", "since", "classes", "begun")
+    kept = ("window", "streak", "since", "classes", "begun", "first")
     _: KW_ONLY
     patience: int = 100
     window: Tensor = field(default_factory=_window, init=False)
@@ -73,6 +76,7 @@ class ChanceLevel(BaseRule):
     since: int = field(default=0, init=False)
     classes: int = field(default=0, init=False)
     begun: float = field(default=0.0, init=False)
+    first: float = field(default=0.0, init=False)
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare the loss with that of guessing."""
@@ -81,7 +85,8 @@ class ChanceLevel(BaseRule):
         self.window, usual = _median(self.window, record.loss)
         rows = [shape[0] for shape in record.catalog.parameters.shapes if len(shape) == 2]
         several = [count for count in (rows[-1:] + rows[:1]) if count >= LEAST_CLASSES]
-        classes = next((c for c in several if NO_BETTER <= usual / math.log(c) <= NO_WORSE), 0)
+        self.first = self.first or (0.0 if math.isnan(usual) else usual)
+        classes = next((c for c in several if NO_BETTER <= usual / math.log(c) <= self._most(c)), 0)
         if classes != self.classes or usual < STAYS * self.begun:
             self.classes, self.streak = classes, 0
         if not classes:
@@ -93,11 +98,21 @@ class ChanceLevel(BaseRule):
         if self.streak < patience:
             return []
         guess = math.log(classes)
-        text = f"the loss stays near {usual:.3g} since step {self.since}: the loss of a model that guesses "
-        text += f"among {classes:,} classes is log({classes}) = {guess:.3g}, so it does not learn"
+        text = f"the loss stays near {usual:.3g} since step {self.since}"
+        if usual > NO_WORSE * guess:
+            text = f"the loss has risen to {usual:.3g} since step {self.since}"
+        text += (
+            f": the loss of a model that guesses among {classes:,} classes is log({classes}) = {guess:.3g}, "
+        )
+        text += "so it does not learn"
         # what stops the learning begins before this shows
         shown = self.since + patience - 1
         return [self.finding(record, shown, None, usual, guess, text, NOT_LEARNING, None, None)]
+
+    def _most(self, classes: int) -> float:
+        """Return the limit of the loss, as a factor of that of guessing."""
+        is_untrained = NO_BETTER <= self.first / math.log(classes) <= UNTRAINED
+        return math.inf if is_untrained else NO_WORSE
 
 
 @dataclass(eq=False, repr=False)
