@@ -31,13 +31,13 @@ def test_names_alternate_between_the_halves():
 
 
 @pytest.mark.parametrize("numbered", NUMBERED)
-def test_every_fault_runs_for_three_steps(numbered):
+def test_every_fault_runs_for_two_steps(numbered):
     name = NUMBERED[numbered]
     fault = runs.FAULTS[name]
     assert all(fault.onset < runs.kinds.start(kind, 0).steps for kind in fault.where)
-    # the rules have not yet anything to say in three steps; the held-out half runs without them
-    row = runs.run(name, 0, steps=3, watched=name in runs.OPEN)
-    assert row["steps"] == 3
+    # some with a monitor; the held-out half without
+    row = runs.run(name, 0, steps=2, watched=name in runs.OPEN and list(runs.OPEN).index(name) % 8 == 0)
+    assert row["steps"] == 2
 
 
 @pytest.mark.parametrize("name", ["t5-bf16-resumed", "lora", "vit-batch-norm"])

@@ -85,10 +85,21 @@ FLOAT[2, 1] = -3.0
 MASKS = {"none": None, "padding": PADDING, "no key": NO_KEY, "float": FLOAT, "row": PADDING[0, 0, 0]}
 
 
-@needs_compiler
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", list(MASKS))
+# compiled with Inductor, each case takes seconds: the deep profile has all of them
+ROWS = [
+    pytest.param(
+        *(name, is_causal, compiled),
+        marks=[needs_compiler, *([] if (name, is_causal) == ("padding", True) else [pytest.mark.deep])]
+        if compiled
+        else [],
+    )
+    for name in MASKS
+    for is_causal in (False, True)
+    for compiled in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "is_causal", "compiled"), ROWS)
 def test_rows_are_those_of_a_reference(name, is_causal, compiled):
     q, k = qk()
     # unmasked, so that each mask leaks
@@ -268,10 +279,20 @@ def stream(dtype=torch.float32):
     return torch.randn(5, 3, 4).to(dtype).requires_grad_()
 
 
-@needs_compiler
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("checkpointed", [False, True])
+BLOCKS = [
+    pytest.param(
+        *(dtype, compiled, checkpointed),
+        marks=[needs_compiler, *([] if dtype == torch.bfloat16 and checkpointed else [pytest.mark.deep])]
+        if compiled
+        else [],
+    )
+    for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    for compiled in (False, True)
+    for checkpointed in (False, True)
+]
+
+
+@pytest.mark.parametrize(("dtype", "compiled", "checkpointed"), BLOCKS)
 def test_blocks_are_compared_with_their_input(dtype, compiled, checkpointed):
     torch.manual_seed(1)
     model = Stream(checkpointed=checkpointed).to(dtype)
