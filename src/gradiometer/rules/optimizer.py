@@ -281,7 +281,7 @@ class UpdateSpike(SpikeRule):
         if self.first_step < 0:
             weights = math.sqrt(record.total("sumsq_b", "updates"))
             self.first, self.first_step = (
-                torch.tensor([*speed, norm / max(weights, 1e-300)]).double(),
+                torch.tensor([*speed, norm / max(weights, 1e-300)], dtype=torch.float64, device="cpu"),
                 record.step,
             )
             return []
