@@ -11,7 +11,7 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer.recorder import Catalog, StepRecord
-from gradiometer.rules import LossSpike, Severity
+from gradiometer.rules import LossSpike, NormSpike, Severity
 from support.losses import HEALTHY, ONSET, SPIKES
 
 CATALOG = Catalog.of(("w",), ((2, 2),), ("float32",))
@@ -80,3 +80,20 @@ def test_the_update_of_a_target_network_is_no_problem():
     assert (meant.first_step, meant.severity) == (60, Severity.INFO)
     assert "such as a target network" in meant.message
     assert others == []
+
+
+@pytest.mark.parametrize("is_updated", [True, False])
+def test_gradients_that_stay_large_after_an_update_of_a_target_network_are_no_problem(is_updated):
+    model = nn.ModuleDict({"online": nn.Linear(4, 1, bias=False), "target": nn.Linear(4, 1, bias=False)})
+    model["target"].requires_grad_(requires_grad=False)
+    with gm.Monitor(model, weights=True, rules=[NormSpike()]) as monitor:
+        for step in range(90):
+            if step == 60 and is_updated:
+                nn.init.constant_(model["target"].weight, 2.0)
+            model["online"].weight.grad = torch.full((1, 4), 20.0 if 60 <= step < 72 else 1.0)
+            monitor.record()
+            monitor.advance()
+    (found,) = monitor.findings
+    # the finding lasts for longer than an update alone would excuse
+    assert found.last_step > 66
+    assert found.severity == (Severity.INFO if is_updated else Severity.WARNING)

@@ -188,8 +188,10 @@ class NormSpike(SpikeRule):
     """
 
     name = "norm_spike"
-    kept = (*SpikeRule.kept, "copies")
+    kept = (*SpikeRule.kept, "copies", "meant")
     copies: CopyHistory = field(default_factory=CopyHistory, init=False)
+    # the last step of a spike that such an update began
+    meant: int = field(default=-1, init=False)
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's total norm with the history."""
@@ -201,6 +203,8 @@ class NormSpike(SpikeRule):
             return []
         total, _, limit, text = spike
         is_meant = self.copies.changed_within(WINDOW_OF_COPIES, record.step)
+        is_meant = is_meant or 0 <= self.meant >= record.step - WINDOW_OF_COPIES
+        self.meant = record.step if is_meant else -1
         severity = min(self.severity, Severity.INFO) if is_meant else self.severity
         text += MEANT if is_meant else ""
         advice = LOWER_LR + if_summed(record)
