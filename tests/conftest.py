@@ -64,6 +64,18 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _one_thread_for_rules(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Small models train in one thread: on busy cores, several threads wait for each other."""
+    if "rules" not in request.path.parts:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compile kernels independently of the user's cache and configuration; workers share the new cache."""
