@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from support import gpu, interpreter
 from support.default_device import DefaultDevice
-from support.rank_pool import RankPool
+from support.rank_pool import RANKS, RankPool
 from support.unwritten import unwritten_is_nan
 
 if TYPE_CHECKING:
@@ -208,20 +208,19 @@ def full(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 # a pool per file, so that its leftovers (such as ranks that have met more often) do not affect other files
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    """Two processes that are the ranks of a job; for tests that do not kill them."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+def _ranks(size: int) -> Callable[[], Iterator[RankPool]]:
+    def ranks() -> Iterator[RankPool]:
+        """Processes that are the ranks of a job; for tests that do not kill them."""
+        pool = RankPool(size)
+        yield pool
+        pool.close()
+
+    return ranks
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankPool]:
-    """Four of them."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+one_rank, two_ranks, three_ranks, four_ranks = (
+    pytest.fixture(scope="module", name=name)(_ranks(size)) for size, name in enumerate(RANKS, 1)
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,34 +16,12 @@ import gradiometer as gm
 from gradiometer.integrations import partitioned
 from support import deepspeed_buffers
 from support.partitioned_training import loss_of, model_of, norms_of, reference, rows_of
-from support.rank_pool import RankPool, pool_of
+from support.rank_pool import pool_of
 from support.watching import Sink
 
 REAL = importlib.util.find_spec("deepspeed") is not None
 KINDS = ["imitation", pytest.param("real", marks=pytest.mark.skipif(not REAL, reason="needs deepspeed"))]
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    pool = RankPool(1)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def three_ranks():
-    pool = RankPool(3)
-    yield pool
-    pool.close()
-
-
-def pool(request, size):
-    return (
-        pool_of(request, size)
-        if size == 2
-        else request.getfixturevalue({1: "one_rank", 3: "three_ranks"}[size])
-    )
 
 
 def engine_of(
@@ -173,7 +151,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_by_name(request, kind, case, size):
-    results = pool(request, size).run(train, kind, size, {}, CASES[case])
+    results = pool_of(request, size).run(train, kind, size, {}, CASES[case])
     first = results[0]
     expected = first["held"] if CASES[case].get("bf16") else first["exact"]
     assert len(first["rows"]) == STEPS

@@ -13,27 +13,15 @@ from torch.utils.checkpoint import checkpoint
 import gradiometer as gm
 from gradiometer.stats import attention_taps
 from gradiometer.stats.attention_taps import _norms as norms
+from support.activations import CallsFunction
 from support.compiling import needs_compiler
 
 pytestmark = pytest.mark.usefixtures("_dynamo")
 
 
-class Calls(nn.Module):
-    """A model whose forward pass is a function of its arguments."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, *args):
-        self.function(*args)
-        return self.weight * 1.0
-
-
 def rows(names, function, *args):
     """Measure one call of a function, and return the rows."""
-    model = Calls(function)
+    model = CallsFunction(function)
     taps = gm.Taps(model, names=names)
     model(*args)
     return taps.stats().materialize()
@@ -128,7 +116,7 @@ def queries_and_keys(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_the_bound_of_any_numbers_is_at_least_every_logit(dtype, backend):
-    model = Calls(lambda q, k: gm.tap_attention(q, k, "attn"))
+    model = CallsFunction(lambda q, k: gm.tap_attention(q, k, "attn"))
     taps = gm.Taps(model, names=["attn.max_logit_bound"])
     step = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
     for pair in queries_and_keys(dtype):
@@ -144,7 +132,7 @@ def test_the_bound_of_any_numbers_is_at_least_every_logit(dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_the_bound_shows_nan_and_inf(dtype, backend):
-    model = Calls(lambda q, k: gm.tap_attention(q, k, "attn"))
+    model = CallsFunction(lambda q, k: gm.tap_attention(q, k, "attn"))
     taps = gm.Taps(model, names=["attn.max_logit_bound"])
     step = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
     for bad in (math.nan, math.inf, -math.inf):
@@ -321,7 +309,7 @@ def test_calls_that_nobody_measures_compute_nothing():
     # neither tensors nor shapes are looked at
     gm.tap_attention(None, None, "nobody")
     gm.tap_router(None, "nobody")
-    model = Calls(lambda: gm.tap_attention(None, None, "a")).eval()
+    model = CallsFunction(lambda: gm.tap_attention(None, None, "a")).eval()
     taps = gm.Taps(model, names=["a.max_logit_bound"])
     model()
     taps.configure_(every=2, step=1)

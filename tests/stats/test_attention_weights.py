@@ -11,27 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
 from gradiometer.columns import ATTENTION
+from support.activations import CallsFunction
 from support.compiling import needs_compiler
 
 pytestmark = pytest.mark.usefixtures("_dynamo")
 
 
-class Calls(nn.Module):
-    """A model whose forward pass is a function of its arguments."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, *args):
-        self.function(*args)
-        return self.weight * 1.0
-
-
 def measured(q, k, weights, heads=2, compiled=False, **options):
     """Measure one call, and return the rows of its heads."""
-    model = Calls(lambda *args: gm.tap_attention(*args[:2], "attn", weights=args[2], **options))
+    model = CallsFunction(lambda *args: gm.tap_attention(*args[:2], "attn", weights=args[2], **options))
     taps = gm.Taps(model, attention={"attn": heads})
     (torch.compile(model, fullgraph=True) if compiled else model)(q, k, weights)
     report = taps.attention_stats().materialize()
@@ -205,7 +193,7 @@ def test_without_a_dimension_of_heads_or_weights():
 
 def test_calls_merge_steps_are_due_and_evaluation_measures_nothing():
     q, k = qk()
-    model = Calls(lambda *args: gm.tap_attention(*args[:2], "attn", weights=args[2]))
+    model = CallsFunction(lambda *args: gm.tap_attention(*args[:2], "attn", weights=args[2]))
     taps = gm.Taps(model, attention={"attn": 2}, every=2)
     weights = softmax_of(q, k)
     model(q, k, weights)
@@ -239,11 +227,11 @@ def test_names_and_values_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="this call has no weights"):
         measured(q, k, None)
     with pytest.raises(TypeError, match="attention must map names of calls to numbers of heads"):
-        gm.Taps(Calls(print), attention={"attn": 0})
+        gm.Taps(CallsFunction(print), attention={"attn": 0})
     with pytest.raises(TypeError, match="residual must map names of groups to rules"):
-        gm.Taps(Calls(print), residual="blocks")
+        gm.Taps(CallsFunction(print), residual="blocks")
     # the bound alone needs no weights to be known
-    model = Calls(lambda *args: gm.tap_attention(*args[:2], "attn", weights=args[2]))
+    model = CallsFunction(lambda *args: gm.tap_attention(*args[:2], "attn", weights=args[2]))
     taps = gm.Taps(model, names=["attn.max_logit_bound"])
     model(q, k, weights)
     assert list(taps.stats().materialize()) == ["attn.max_logit_bound"]
@@ -368,7 +356,7 @@ def test_a_recorder_keeps_the_rows_of_each_kind():
 
 def test_every_column_is_at_its_place():
     q, k = qk()
-    model = Calls(lambda *args: gm.tap_attention(*args[:2], "attn", weights=args[2], is_causal=True))
+    model = CallsFunction(lambda *args: gm.tap_attention(*args[:2], "attn", weights=args[2], is_causal=True))
     taps = gm.Taps(model, attention={"attn": 2})
     model(q, k, softmax_of(q, k))
     stats = taps.attention_stats()

@@ -134,9 +134,13 @@ def join_over_tcp(rank: int, size: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=timeout)
 
 
+# the fixtures of the pools, by their size
+RANKS = ("one_rank", "two_ranks", "three_ranks", "four_ranks")
+
+
 def pool_of(request: Any, size: int) -> RankPool:
     """Return the pool of this size that the tests of a file share."""
-    return request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size])
+    return request.getfixturevalue(RANKS[size - 1])
 
 
 def scripted(script: Path, *args: str, size: int = 2, timeout: float = 240.0) -> str:
