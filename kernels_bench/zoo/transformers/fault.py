@@ -1,8 +1,8 @@
 """What a planted fault is, and helpers that change a `Loop`.
 
-The faults are sorted by name within each category; the first, third, fifth... are open, the others held out.
-Rules may be written with the open ones. The file of the others is older than these rules and does not change:
-its SHA-256 is in the documentation.
+Rules may be written with those of `faults_open` and `faults_seen`. The second is the first held-out half: its
+results have been seen. The file of those that are held out now, `faults_held_out_2`, is older than the rules
+that it examines and does not change: its SHA-256 is in the documentation.
 """
 
 from __future__ import annotations

@@ -13,11 +13,13 @@ import torch
 import gradiometer as gm
 from kernels_bench.zoo.observers import Ours
 from kernels_bench.zoo.transformers import healthy, kinds
-from kernels_bench.zoo.transformers.faults_held_out import FAULTS as HELD_OUT
-from kernels_bench.zoo.transformers.faults_open import FAULTS as OPEN
+from kernels_bench.zoo.transformers.faults_held_out_2 import FAULTS as HELD_OUT
+from kernels_bench.zoo.transformers.faults_open import FAULTS as FIRST
+from kernels_bench.zoo.transformers.faults_seen import FAULTS as SEEN
 from kernels_bench.zoo.transformers.loop import train
 from kernels_bench.zoo.transformers.observe import taps_of
 
+OPEN = FIRST | SEEN
 FAULTS = OPEN | HELD_OUT
 HEALTHY = tuple(healthy.KINDS)
 CLEAN = range(100, 108)  # the seeds of the clean runs that show the spread
