@@ -18,6 +18,7 @@ import gradiometer as gm
 from gradiometer.monitor.batch_reader import BatchReader
 from gradiometer.monitor.batch_values import batch_of, measured
 from gradiometer.monitor.failures import Failures
+from gradiometer.recorder import BatchLook
 from support.batches import CLASSES, Tokens, looks, mean_loss, next_tokens, text, train
 from support.watching import NoReads
 
@@ -247,6 +248,20 @@ def test_the_host_reads_nothing_and_large_logits_are_not_copied(mask):
         values = measured(batch, logits.grad)
     assert batch.some.numel() <= 2**18
     assert values.isfinite().all() == (mask is not None)
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_nothing_depends_on_values_and_all_stays_on_the_device(tokens):
+    # a meta tensor has no values
+    inputs, labels = next_tokens()
+    if not tokens:
+        inputs = {"images": torch.rand(16, 3, 8, 8)}
+    inputs = {name: x.to("meta") for name, x in inputs.items()} | {"target": labels.to("meta")}
+    for given, shape in ((inputs, (16, 20, 50)), ({}, (16, 50))):
+        logits = torch.randn(shape, device="meta", requires_grad=True)
+        values = measured(batch_of(given, logits, None), torch.empty_like(logits))
+        assert (values.device.type, values.dtype) == ("meta", torch.float64)
+        assert len(values) == len(BatchLook._fields) - 5
 
 
 def test_several_models_and_other_outputs_are_left_out():

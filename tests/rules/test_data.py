@@ -264,9 +264,17 @@ def packed(_):
     return {"tokens": chunk.masked_fill(torch.rand(chunk.shape) < 0.1, 2)[:, :-1]}, chunk[:, 1:]
 
 
+def slow(_):
+    # tokens that hardly change, with positions first
+    chunk = text(1, 30) + (torch.rand(22, 30) < 0.01).long().cumsum(0).clamp(max=1)
+    chunk = chunk.clamp(max=CLASSES - 1)
+    return {"tokens": chunk[:-1]}, chunk[1:]
+
+
 @pytest.mark.parametrize(
     "draw",
     [
+        slow,
         lambda _: next_tokens(),
         lambda _: next_tokens(rows=4, classes=9),
         lambda _: masked(),
@@ -279,6 +287,7 @@ def packed(_):
         lambda _: ({"tokens": text().mT}, text().mT),
     ],
     ids=[
+        "slow",
         "next",
         "few",
         "masked",

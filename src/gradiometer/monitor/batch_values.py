@@ -126,8 +126,10 @@ def batch_of(inputs: Mapping[str, Any], logits: Tensor, padding: int | None, pre
         is_translation,
         _masked([x for _, x in integers], named),
         padding,
-        _hash([x for _, x in named]),
-        _equal_rows(tokens[-1:] or [x for _, x in named if x.dim() > 1 and len(x) == shape[0]]),
+        _hash([x for _, x in named], logits.device),
+        _equal_rows(
+            tokens[-1:] or [x for _, x in named if x.dim() > 1 and len(x) == shape[0]], logits.device
+        ),
         places,
         read.reshape(-1, classes).index_select(0, places).float(),
         [x._version for x in _kept(tokens, target)],  # noqa: SLF001
@@ -179,7 +181,11 @@ def _offsets(batch: Batch, labels: Tensor, known: Tensor) -> Tensor:
     """Return the shares of labels that are the tokens at the offsets -1, 0, 1 and 2."""
 
     def of(ids: Tensor) -> Tensor:
-        return torch.stack([_at(ids[: len(labels)], labels, known, k) for k in (-1, 0, 1, 2)])
+        ids = ids[: len(labels)]
+        shares = torch.stack([_at(ids, labels, known, k) for k in (-1, 0, 1, 2)])
+        # positions may be the first dimension
+        shares[2] = shares[2].fmax(_at(ids.T, labels.T, known.T, 1))
+        return shares
 
     found = of(batch.tokens[-1])
     if len(batch.tokens) > 1:
@@ -318,16 +324,16 @@ def _untransposed(grad: Tensor) -> Tensor:
     return share
 
 
-def _equal_rows(inputs: list[Tensor]) -> Tensor:
+def _equal_rows(inputs: list[Tensor], device: torch.device) -> Tensor:
     """Return the share of rows of an input that are equal to the first one, from some of their elements."""
     if not inputs or len(inputs[0]) < 2:
-        return torch.zeros(())
+        return torch.zeros((), device=device)
     flat = inputs[0].detach().flatten(1)
     some = flat[:, :: -(-flat.shape[1] // _COMPARED) or 1]
     return (some[1:] == some[:1]).all(1).double().mean()
 
 
-def _hash(tensors: list[Tensor]) -> Tensor:
+def _hash(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return a hash of the contents of tensors, an exact integer."""
     parts = []
     for x in tensors:
@@ -337,7 +343,7 @@ def _hash(tensors: list[Tensor]) -> Tensor:
         elif flat.is_complex():
             continue
         parts.append(_mixed(flat))
-    return torch.stack(parts).sum(0) if parts else torch.zeros(())
+    return torch.stack(parts).sum(0) if parts else torch.zeros((), device=device)
 
 
 def _mixed(values: Tensor) -> Tensor:
