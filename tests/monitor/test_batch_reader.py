@@ -273,7 +273,7 @@ def test_several_models_and_other_outputs_are_left_out():
     assert looks(monitor) == ()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_a_scripted_model_which_takes_no_hooks_is_left_out():
     reader = BatchReader({"": torch.jit.script(nn.Linear(4, 3))}, Failures())
     assert not reader._handles
