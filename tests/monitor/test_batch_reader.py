@@ -296,3 +296,23 @@ def test_a_model_inside_of_the_watched_one_may_be_called():
         optimizer.step()
         monitor.flush()
         assert [look.after for look in looks(monitor)] == [1.0]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_look_under_autocast_changes_no_gradient(inside):
+    def gradients(*, watched):
+        torch.manual_seed(3)
+        model = Tokens()
+        inputs, labels = next_tokens()
+        reader = BatchReader({"": model} if watched else {}, failures := Failures())
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = mean_loss(model(**inputs), labels)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        assert len(reader.end(0)) == watched
+        assert failures.counts == {}
+        return [p.grad for p in model.parameters()]
+
+    assert all(map(torch.equal, gradients(watched=False), gradients(watched=True)))

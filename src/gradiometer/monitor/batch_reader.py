@@ -105,7 +105,7 @@ class BatchReader:
             return
         inner = unwrapped(module)
         config = getattr(inner, "config", None)
-        with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
+        with torch.no_grad():
             # without inputs for its decoder, such a model makes them of the labels
             prefix = "decoder" if getattr(config, "is_encoder_decoder", False) else ""
             batch = batch_of({**_named(inner, args), **kwargs}, logits, _padding_of(inner), prefix)
@@ -128,7 +128,7 @@ class BatchReader:
 
     def _measure(self, batch: Batch, grad: Tensor | None) -> None:
         if type(grad) is Tensor and not is_capturing(grad.device) and batch.is_as_it_was():
-            with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+            with torch.no_grad():
                 values = measured(batch, grad)
                 pending = Pending([values], lambda host: host[0].tolist())
             self._started = pending, batch.shape, bool(batch.tokens)

@@ -49,8 +49,8 @@ _PADDED: Final = 0.05
 _MANY: Final = 100
 # different tokens of a small alphabet, such as that of DNA and one for gaps
 _ALPHABET: Final = 5
-# examples that are no whole data set
-_BATCH: Final = 1024
+# sequences of a usual micro-batch; a data set that is learned at once has more
+_BATCH: Final = 64
 
 
 @dataclass(eq=False, repr=False)
@@ -169,7 +169,7 @@ class SameBatch(LookRule):
     """The same inputs and labels in each step, or the same example in each row of a batch.
 
     The former has severity info unless it is a batch of sequences of tokens with a label at each position, of
-    up to 1024 of them: full-batch training, and to learn a few examples by heart, may be meant.
+    up to 64 of them: full-batch training, and to learn a few examples by heart, may be meant.
     """
 
     name = "same_batch"
