@@ -133,7 +133,7 @@ def sorted_by_class(step):
             WARN,
             "all 192 labels of 8 steps are class 3 of 10",
         ),
-        (lambda _: (torch.randn(24, 8), torch.zeros(24, dtype=torch.long)), INFO, "are class 0 of 10"),
+        (lambda _: (torch.randn(24, 8), torch.zeros(24, dtype=torch.long)), WARN, "are class 0 of 10"),
     ],
     ids=["sorted", "one", "class-0"],
 )
@@ -141,6 +141,25 @@ def test_labels_of_one_class_are_named(draw, severity, words):
     ((name, how_bad, message),) = found_in(draw, nn.Linear(8, 10), steps=8)
     assert (name, how_bad) == ("one_class", severity)
     assert words in message
+
+
+class Contrasting(nn.Module):
+    """Compares with one similar example, and with others, as MoCo does."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.others = nn.Linear(8, 6), torch.randn(6, 30)
+
+    def forward(self, x):
+        z, like = self.encoder(x), self.encoder(x + 0.1)
+        return torch.cat([(z * like).sum(1, keepdim=True), z @ self.others], 1)
+
+
+def test_the_labels_of_a_contrastive_loss_are_only_worth_knowing():
+    found = found_in(
+        lambda _: (torch.randn(24, 8), torch.zeros(24, dtype=torch.long)), Contrasting(), steps=8
+    )
+    assert [(name, severity) for name, severity, _ in found] == [("one_class", Severity.INFO)]
 
 
 def test_the_same_batch_of_pictures_is_only_worth_knowing():

@@ -205,8 +205,9 @@ class OneClass(LookRule):
     """Batches in which all labels are of one class.
 
     If it is another class in another step, the data are sorted. If it is always the same class, of at least
-    three, in 100 labels or more, it is a warning; for two classes, one of which may be rare, and for class 0,
-    which contrastive losses have as the label of all examples, info.
+    three, in 100 labels or more, it is a warning. For two classes, one of which may be rare, it is info, and
+    for class 0 of a loss without a classifier, a matrix with a row for each class: contrastive losses have it
+    as the label of all examples.
     """
 
     name = "one_class"
@@ -230,7 +231,9 @@ class OneClass(LookRule):
             return []
         text = f"all {total:,.0f} labels of {len(found)} steps are class {newest.label:.0f} of "
         text += f"{newest.classes:,}"
-        severity = None if newest.classes > 2 and newest.label != 0 else Severity.INFO
+        shapes = [shape for shape in record.catalog.parameters.shapes if len(shape) == 2]
+        is_classifier = newest.label != 0 or newest.classes in {shape[0] for shape in shapes}
+        severity = None if newest.classes > 2 and is_classifier else Severity.INFO
         return [self.about(record, found, 1.0, 1.0, text, MIX, severity)]
 
 
