@@ -18,6 +18,8 @@ _READ: Final = 2**26
 _SOME: Final = 2**18
 _HASHED: Final = 2**16
 _COMPARED: Final = 2**12
+# elements of the gradient that are read across its rows, which takes longer
+_STRIDED: Final = 2**18
 # integers that a float64 holds exactly
 _EXACT: Final = 2**52
 # at least this share of a row's magnitude is that of the label; 0.5 for a cross entropy
@@ -314,8 +316,10 @@ def _of_logits(batch: Batch, grad: Tensor, labels: Tensor, known: Tensor) -> lis
 
 def _untransposed(grad: Tensor) -> Tensor:
     """Return the share of columns with one dominating negative element, in the shape of the transposed."""
-    if grad.dim() < 3 or grad.shape[1] == 1:
+    keep = _STRIDED // max(1, torch.Size(grad.shape[1:]).numel())
+    if grad.dim() < 3 or grad.shape[1] == 1 or not keep:
         return torch.zeros((), device=grad.device)
+    grad = grad[:keep]
     columns = grad.reshape(len(grad), grad.shape[2], grad.shape[1])
     least = columns.amin(1).float()
     size = torch.linalg.vector_norm(columns, 1, 1, dtype=torch.float32)
