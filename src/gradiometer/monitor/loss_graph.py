@@ -1,7 +1,9 @@
-"""What the autograd graph of a loss leads to: parameters of the model, and others."""
+"""What the autograd graph of a loss leads to: parameters of the model and others, and what it is made of."""
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torch import Tensor, nn
@@ -60,6 +62,57 @@ def leaves_of(
             count = f"{len(there)} parameter{'s' * (len(there) > 1)} with {elements:,} elements"
             unregistered.append(f"{count} in the {kind} {attribute}")
     return Leaves(reached, tuple(unregistered), tuple(left.values()))
+
+
+def bounded_logits(loss: Tensor) -> str:
+    """Return a softmax or sigmoid that a loss applies to the output of another one; empty without.
+
+    A loss that has its own takes logits of any size. Its operations are those nearest to it, so a few nodes
+    are visited, the nearest first. Compiled code hides them.
+
+    >>> import torch
+    >>> from torch.nn import functional
+    >>> z = torch.randn(2, 3, requires_grad=True)
+    >>> bounded_logits(functional.cross_entropy(z.softmax(-1), torch.tensor([0, 1])))
+    'log_softmax of softmax'
+    >>> bounded_logits(functional.cross_entropy(z, torch.tensor([0, 1])))
+    ''
+    """
+    seen, nodes = {loss.grad_fn}, deque([loss.grad_fn])
+    while nodes and len(seen) < _NEAR:
+        node: Any = nodes.popleft()
+        function = _OWN.get(type(node).__name__)
+        source = node.next_functions[0][0] if node.next_functions else None
+        while (
+            function
+            and source is not None
+            and _SAME.fullmatch(type(source).__name__)
+            and source.next_functions
+        ):
+            source = source.next_functions[0][0]
+        inner = None if source is None else _BOUNDED.get(type(source).__name__)
+        if function and inner and (function != "nll_loss" or inner == "softmax"):
+            return f"{function} of {inner}"
+        following = [x for x, _ in node.next_functions if x is not None and x not in seen]
+        seen.update(following)
+        nodes.extend(following)
+    return ""
+
+
+# nodes of a loss that are visited
+_NEAR: Final = 300
+_OWN: Final = {
+    "LogSoftmaxBackward0": "log_softmax",
+    "NllLossBackward0": "nll_loss",
+    "NllLoss2DBackward0": "nll_loss",
+    "BinaryCrossEntropyWithLogitsBackward0": "binary_cross_entropy_with_logits",
+}
+_BOUNDED: Final = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "sigmoid"}
+# nodes that change the shape, the layout or the dtype, or leave elements out
+_SAME: Final = re.compile(
+    r"(View|UnsafeView|ReshapeAlias|Alias|ToCopy|Clone|Slice|Transpose|T|Permute|Squeeze|Unsqueeze|Select|Index"
+    r"|IndexSelect|MaskedSelect|Unbind|Split)Backward\d*"
+)
 
 
 def _variables(loss: Tensor, own: Collection[int]) -> tuple[list[Tensor], bool]:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from gradiometer.inputs import is_dtensor, named_parameters, without_wrappers
-from gradiometer.monitor.loss_graph import leaves_of
+from gradiometer.monitor.batch_reader import BatchReader
+from gradiometer.monitor.failures import Failures
+from gradiometer.monitor.loss_graph import bounded_logits, leaves_of
 from gradiometer.monitor.optimizer_reader import OptimizerReader
 from gradiometer.monitor.value_reader import ValueReader
 from gradiometer.recorder import OPTION, Driver, ModelState, gradient_framework
@@ -19,11 +21,12 @@ from gradiometer.recorder import OPTION, Driver, ModelState, gradient_framework
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from gradiometer.monitor.failures import Failures
     from gradiometer.recorder import OptimizerState, Recorder
 
 # at least every so many steps everything is looked at: fewer than the patience of the rules that need it
 _OFTEN = 8
+# what the graph of the loss tells
+_OF_LOSS = ("reached", "unregistered", "foreign", "bounded")
 # layers whose output depends on the mode
 _MODAL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)  # noqa: SLF001
 
@@ -34,8 +37,9 @@ class ModelReader:
     Unless the model is a module or a mapping of names to modules, only the parameters are looked at.
     """
 
-    def __init__(self, model: object, recorder: Recorder) -> None:
+    def __init__(self, model: object, recorder: Recorder, failures: Failures | None = None) -> None:
         self._modules = modules_of(model)
+        self._batches = BatchReader({}, failures or Failures())
         self._parameters = recorder.parameters_tracked
         self._names = recorder.catalog.names
         self._state = ModelState(())
@@ -61,6 +65,7 @@ class ModelReader:
             self._modules = {"": driver.model}
             own = dict(zip(*named_parameters(driver.model, "Monitor"), strict=True))
             self._own = [own.get(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
+        self._batches.attach(self._modules)
         self._framework = gradient_framework(self._own)
         self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
         self._ties = tuple([(a.name, b.name) for a, b in self._tied])
@@ -85,6 +90,7 @@ class ModelReader:
             "untied": untied,
             "tied": self._ties,
             "values": self._values.read(step, afresh=afresh),
+            "batches": self._batches.end(step),
             "grad_writes": self._grad_writes(optimizers),
             "has_loss_scale": has_loss_scale,
             "driver": self._driver,
@@ -95,7 +101,7 @@ class ModelReader:
         if afresh or modes != self._modes or quick != before:
             self._modes = modes
             requires = tuple([parameter.requires_grad for parameter in self._own])
-            found = {name: getattr(old, name) for name in ("reached", "unregistered", "foreign")}
+            found = {name: getattr(old, name) for name in _OF_LOSS}
             # `_foreign` was found some steps ago
             is_gone = bool(self._foreign) and all([ref() is None for ref in self._foreign])
             found["is_foreign_gone"] = old.is_foreign_gone or (self._reads % _OFTEN == 0 and is_gone)
@@ -154,7 +160,11 @@ class ModelReader:
             )
             self._foreign = [weakref.ref(parameter) for parameter in foreign]
             self._state = replace(
-                self._state, reached=reached, unregistered=unregistered, foreign=len(foreign)
+                self._state,
+                reached=reached,
+                unregistered=unregistered,
+                foreign=len(foreign),
+                bounded=bounded_logits(loss),
             )
 
     def release(self) -> None:

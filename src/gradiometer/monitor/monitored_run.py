@@ -76,7 +76,7 @@ class MonitoredRun:
             rules = setup.prepare_rules(given["rules"])
             sinks = setup.prepare_sinks(given["sinks"], folder, rank, is_merged=merger is not None)
         self._parameter_check = ParameterCheck(model, recorder, self._failures)
-        self._model_reader = ModelReader(model, recorder)
+        self._model_reader = ModelReader(model, recorder, self._failures)
         if optimizers:
             self._model_reader.set_driver(Driver(optimizers=optimizers))
         self._updates = UpdateTracker(recorder, self._failures, is_enabled=bool(given["updates"]))

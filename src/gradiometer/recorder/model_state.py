@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from gradiometer.recorder.batch_look import BatchLook
+
 
 class StepOrder(NamedTuple):
     """The order of a step: backward passes, clearing of gradients and clips, as hooks on the host saw it.
@@ -242,6 +244,9 @@ class ModelState:
         foreign: the number of other parameters that the graph leads to, which neither the model nor a known
             optimizer has.
         is_foreign_gone: whether these were gone some steps later, so that they belong to no other model.
+        bounded: the loss and what it is computed from in place of logits, such as ``"log_softmax of
+            softmax"``, from the graph of the loss; empty if there is nothing like that.
+        batches: what was seen of the batches of a few steps, in their order.
         evaluating: the layers that behave differently in evaluation mode, if the model is in that mode, such
             as ``"2 BatchNorm2d, 1 Dropout"``; empty in training mode.
         untied: pairs of names that were one parameter when the monitor was created, and are two now.
@@ -275,6 +280,8 @@ class ModelState:
     unregistered: tuple[str, ...] = ()
     foreign: int = 0
     is_foreign_gone: bool = False
+    bounded: str = ""
+    batches: tuple[BatchLook, ...] = ()
 
 
 # attributes that a framework adds to parameters whose gradients are in its own buffers

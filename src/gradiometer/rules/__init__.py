@@ -17,6 +17,8 @@ from gradiometer.rules.attention import (
     LogitScale,
     Residual,
 )
+from gradiometer.rules.criterion import Criterion, FirstLoss
+from gradiometer.rules.data import LabelShift, OneClass, Padding, SameBatch, UnknownTokens
 from gradiometer.rules.defaults import default_rules
 from gradiometer.rules.epsilon import Epsilon
 from gradiometer.rules.fault import Fault, summarize
@@ -59,6 +61,7 @@ __all__ = [
     "ChangedGradients",
     "ChangedOutside",
     "CollapsingRouter",
+    "Criterion",
     "CrossedZero",
     "Dead",
     "DeadUnits",
@@ -69,12 +72,14 @@ __all__ = [
     "FadingGradients",
     "Fault",
     "Finding",
+    "FirstLoss",
     "GroupRates",
     "GroupRatio",
     "GrowingLogits",
     "Headline",
     "Hyperparameters",
     "Initialization",
+    "LabelShift",
     "LayerImbalance",
     "LearningRate",
     "Ledger",
@@ -90,14 +95,18 @@ __all__ = [
     "NormSpike",
     "NotRegistered",
     "NotUpdated",
+    "OneClass",
+    "Padding",
     "ReplicaDivergence",
     "Residual",
     "Rule",
+    "SameBatch",
     "Severity",
     "StaleSecondMoment",
     "StateReset",
     "StaysHigh",
     "Stuck",
+    "UnknownTokens",
     "Untied",
     "UnusedRows",
     "UpdateBound",

@@ -12,6 +12,8 @@ from gradiometer.rules.attention import (
     LogitScale,
     Residual,
 )
+from gradiometer.rules.criterion import Criterion, FirstLoss
+from gradiometer.rules.data import LabelShift, OneClass, Padding, SameBatch, UnknownTokens
 from gradiometer.rules.epsilon import Epsilon
 from gradiometer.rules.flow import NoGradientFlow, NoGradients
 from gradiometer.rules.history import NormHistory
@@ -70,6 +72,13 @@ def default_rules() -> list[Rule]:
         EvalMode(),
         LoopOrder(),
         ChangedGradients(),
+        Criterion(),
+        FirstLoss(),
+        LabelShift(),
+        Padding(),
+        SameBatch(),
+        OneClass(),
+        UnknownTokens(),
         UpdateSpike(),
         NormSpike(),
         LossSpike(),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
+    "criterion", "label_shift", "padding", "same_batch", "one_class", "unknown_tokens",
+    "first_loss",
     "loop_order", "eval_mode", "untied", "not_registered", "initialization", "learning_rate", "group_lr",
     "hyperparameters", "epsilon", "state_reset", "misplaced_moments", "stale_second_moment",
     "changed_outside", "update_bound", "replica_divergence", "crossed_zero", "nonfinite",
@@ -44,6 +46,14 @@ _STOPS: Final = frozenset({"loop_order", "nonfinite", "no_gradients", "stuck"})
 _NOT_LEARNING: Final = frozenset({"not_updated", "stuck", "update_ratio"})
 # rule of a cause -> rules of the findings that it explains
 _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
+    # a loss that cannot fall far, or falls to 0 soon
+    "criterion": _QUIET,
+    "label_shift": _QUIET | {"update_ratio"},
+    "same_batch": _QUIET | {"update_ratio"},
+    "one_class": _DIVERGED | _QUIET,
+    "unknown_tokens": frozenset({"unused_rows"}),
+    # logits that are too large make large gradients
+    "first_loss": _DIVERGED,
     "loop_order": _DIVERGED | _STOPPED | {"no_gradients", "accumulating", "changed_gradients"},
     "initialization": _DIVERGED | {"initialization"},
     "learning_rate": _DIVERGED | _NOT_LEARNING,
