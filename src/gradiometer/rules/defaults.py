@@ -12,17 +12,19 @@ from gradiometer.rules.attention import (
     LogitScale,
     Residual,
 )
+from gradiometer.rules.bias_correction import BiasCorrection
 from gradiometer.rules.epsilon import Epsilon
 from gradiometer.rules.flow import NoGradientFlow, NoGradients
 from gradiometer.rules.history import NormHistory
 from gradiometer.rules.hyperparameters import Hyperparameters
-from gradiometer.rules.initialization import EvalMode, Initialization, Untied
+from gradiometer.rules.initialization import EvalMode, HighDropout, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.levels import ChanceLevel, FadingGradients, StaysHigh
 from gradiometer.rules.loop_order import ChangedGradients, LoopOrder
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.moments import MisplacedMoments
 from gradiometer.rules.nonfinite import NonFinite
+from gradiometer.rules.normalization import Normalization
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.not_updated import NotUpdated
 from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
@@ -47,6 +49,7 @@ def default_rules() -> list[Rule]:
     return [
         NonFinite(),
         NonFiniteBuffer(),
+        Normalization(),
         CrossedZero(),
         ReplicaDivergence(),
         ChangedOutside(),
@@ -58,6 +61,7 @@ def default_rules() -> list[Rule]:
         DecayedNorms(),
         NotRegistered(),
         Epsilon(),
+        BiasCorrection(),
         StateReset(),
         StaleSecondMoment(),
         NoGradients(),
@@ -68,6 +72,7 @@ def default_rules() -> list[Rule]:
         Initialization(),
         Untied(),
         EvalMode(),
+        HighDropout(),
         LoopOrder(),
         ChangedGradients(),
         UpdateSpike(),

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
     "loop_order", "eval_mode", "untied", "not_registered", "initialization", "learning_rate", "group_lr",
+    "bias_correction", "high_dropout",
     "hyperparameters", "epsilon", "state_reset", "misplaced_moments", "stale_second_moment",
     "changed_outside", "update_bound", "replica_divergence", "crossed_zero", "nonfinite",
     "nonfinite_buffer", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow",
+    "normalization",
     "attention_sum", "attention_mask", "logit_scale", "residual", "loss_spike", "norm_spike", "exploding",
     "update_spike", "growing_logits", "attention_entropy", "stays_high", "chance_level", "fading_gradients",
     "collapsing_router", "dead_units", "vanishing", "dead", "unused_rows", "update_ratio", "imbalance",
@@ -54,12 +56,15 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "group_lr": _NOT_LEARNING,
     # updates that are a division by 0, or too large for their learning rate
     "epsilon": _DIVERGED,
+    "bias_correction": _DIVERGED,
+    "high_dropout": _DIVERGED,
     "hyperparameters": _DIVERGED | _NOT_LEARNING,
     "state_reset": _DIVERGED,
     "stale_second_moment": _DIVERGED,
     "nonfinite": _DIVERGED | _STOPPED | {"no_gradients", "nonfinite_buffer"},
     "nonfinite_buffer": frozenset({"nonfinite"}),
     "crossed_zero": _DIVERGED,
+    "normalization": _DIVERGED,
     "no_gradients": _STOPPED | {"initialization"},
     "accumulating": _DIVERGED,
     # an optimizer of other parameters does not clear these gradients either
@@ -89,6 +94,7 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
 _SPREADS: Final = frozenset({
     "changed_outside", "update_bound", "misplaced_moments", "group_lr", "crossed_zero", "initialization",
     "exploding", "update_ratio", "growing_logits",
+    "normalization",
 })  # fmt: skip
 # pairs of rules that are related wherever their tensors are
 _ANYWHERE: Final = frozenset({("not_updated", "accumulating"), ("collapsing_router", "collapsing_router")})
