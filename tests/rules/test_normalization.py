@@ -37,6 +37,10 @@ WRONG = {
     "batch": (lambda x, w: x * rms(x, 0) * w, ELSEWHERE),
     "whole batch": (lambda x, w: x * rms(x, (0, 1, 2)) * w, ELSEWHERE),
     "missing": (lambda x, w: x * w, ELSEWHERE),
+    "squares in float16": (
+        lambda x, w: x * (1e4 * x.detach()).half().square().mean(-1, keepdim=True).rsqrt() * w,
+        "it returns only 0",
+    ),
 }
 
 
@@ -100,6 +104,16 @@ def test_a_norm_that_does_not_normalize_each_token_is_found(name):
     (found,) = train(model_of(RMSNorm(CORRECT["rms"]), RMSNorm(function))).findings
     assert (found.rule, found.tensor, found.severity) == ("normalization", "1.norm", Severity.WARNING)
     assert found.message.startswith(f"1.norm (RMSNorm) does not normalize each token: {text}")
+    assert found.first_step == 0
+
+
+def test_a_weight_that_starts_at_0_is_meant():
+    model = model_of(RMSNorm(CORRECT["rms"]))
+    nn.init.zeros_(model[0].norm.weight)
+    reader = norm_reader.NormReader({"": model}, torch.device("cpu"))
+    model(next(iter(batches(1))))
+    assert reader._found["0.norm"].tolist() == [0.0, 0.0]
+    reader.release()
 
 
 def test_a_forward_that_is_replaced_is_looked_at_and_others_are_counted():

@@ -36,6 +36,9 @@ _EPS: Final = ("eps", "epsilon", "variance_epsilon", "norm_eps")
 # too much: an error of 2**-8 of the magnitude is 2 % of this
 _VARIES: Final = 0.2
 
+ZERO: Final = 2.0
+"""What `compare` returns for an output that is all 0, though the input is not."""
+
 
 class NormReader:
     """Looks at the layers that normalize by their name, have one weight, and a forward that is not torch's.
@@ -110,7 +113,10 @@ class NormReader:
         if pair is not None:
             every = (getattr(module, attribute, None) for attribute in _EPS)
             eps = max([e for e in every if isinstance(e, float)], default=0.0)
-            self._found[name] = compare(*pair, least=max(_TINY, _TINY_EPS * eps))
+            found = compare(*pair, least=max(_TINY, _TINY_EPS * eps))
+            weight = next(p for p in module._parameters.values() if p is not None)  # noqa: SLF001
+            # a weight that starts at 0 is meant
+            self._found[name] = torch.where((weight.detach() != 0).any(), found, 0.0)
 
     def _is_readable(self, x: Tensor) -> bool:
         return (
@@ -177,8 +183,9 @@ def compare(x: Tensor, y: Tensor, *, least: float = _TINY) -> Tensor:
 
     The first value is the share of the variation of y between tokens, as a root mean square, that no scale
     and shift of each channel gives of tokens that are divided by their standard deviation, or by their root
-    mean square; 0 where y hardly varies, or x is too small. The second one is by which power of the divisor
-    too much y is larger where x is: -1 where it is divided twice, 1 where it is not divided.
+    mean square; 0 where y hardly varies, or x is too small, and `ZERO` where only y is all 0. The second one
+    is by which power of the divisor too much y is larger where x is: -1 where it is divided twice, 1 where it
+    is not divided.
 
     Args:
         x: tokens before the norm, ``(T, C)``.
@@ -190,7 +197,9 @@ def compare(x: Tensor, y: Tensor, *, least: float = _TINY) -> Tensor:
     x, y = (torch.where(finite.unsqueeze(1), z, 0.0) for z in (x, y))
     centered = x - x.mean(1, keepdim=True)
     results = [_misfit(z, y, finite, least) for z in (centered, x)]
-    return torch.where(results[0][0] <= results[1][0], results[0], results[1])
+    best = torch.where(results[0][0] <= results[1][0], results[0], results[1])
+    is_zero = (y == 0).all() & finite.all() & (centered.square().mean(1) > least).all()
+    return torch.where(is_zero, torch.full_like(best, ZERO), best)
 
 
 def _misfit(x: Tensor, y: Tensor, finite: Tensor, least: float) -> Tensor:

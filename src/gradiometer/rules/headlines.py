@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
     "loop_order", "eval_mode", "untied", "not_registered", "initialization", "learning_rate", "group_lr",
-    "bias_correction", "high_dropout",
+    "bias_correction", "high_dropout", "normalization",
     "hyperparameters", "epsilon", "state_reset", "misplaced_moments", "stale_second_moment",
     "changed_outside", "update_bound", "replica_divergence", "crossed_zero", "nonfinite",
     "nonfinite_buffer", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow",
-    "normalization",
     "attention_sum", "attention_mask", "logit_scale", "residual", "loss_spike", "norm_spike", "exploding",
     "update_spike", "growing_logits", "attention_entropy", "stays_high", "chance_level", "fading_gradients",
     "collapsing_router", "dead_units", "vanishing", "dead", "unused_rows", "update_ratio", "imbalance",
@@ -64,7 +63,7 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "nonfinite": _DIVERGED | _STOPPED | {"no_gradients", "nonfinite_buffer"},
     "nonfinite_buffer": frozenset({"nonfinite"}),
     "crossed_zero": _DIVERGED,
-    "normalization": _DIVERGED,
+    "normalization": _DIVERGED | _STOPPED | {"no_gradients"},
     "no_gradients": _STOPPED | {"initialization"},
     "accumulating": _DIVERGED,
     # an optimizer of other parameters does not clear these gradients either

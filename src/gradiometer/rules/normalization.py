@@ -40,13 +40,15 @@ class Normalization(BaseRule):
     """
 
     name = "normalization"
-    kept = ("failed", "before_step")
+    kept = ("failed", "before_step", "since")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # the layers of which it was not so in an earlier step
         self.failed: list[str] = []
         self.before_step = -1
+        # the step of the first of them
+        self.since = 0
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return a finding about the layers that do not normalize."""
@@ -56,6 +58,8 @@ class Normalization(BaseRule):
         self.before_step = values.step
         wrong = [layer for layer in values.layers if layer[2] > LIMIT]
         found = [layer for layer in wrong if layer[0] in self.failed]
+        if wrong and not self.failed:
+            self.since = values.step
         self.failed += [layer[0] for layer in wrong if layer[0] not in self.failed]
         if not found:
             return []
@@ -63,12 +67,15 @@ class Normalization(BaseRule):
         name, kind, error, _ = next((layer for layer in found if layer[0] == first), found[0])
         power = statistics.median(layer[3] for layer in found)
         text = f"{name} ({kind}) does not normalize each token: "
-        if abs(power + 1.0) < NEAR:
+        if error > 1.0:
+            text += "it returns only 0, as where the mean square of a large input is Inf in float16"
+        elif abs(power + 1.0) < NEAR:
             text += "it divides by the variance or mean square, without the root"
         else:
             text += "the norm is missing, or over another dimension than the channels"
-        text += f" ({error:.0%} of the variation of its output is not that of a normalized input)"
+        if error <= 1.0:
+            text += f" ({error:.0%} of the variation of its output is not that of a normalized input)"
         if len(found) > 1:
             text += f"; {len(found) - 1} more of {len(values.layers)} such layers do not either"
-        step = min(values.step, record.step)
-        return [self.finding(record, step, name, error, LIMIT, text, USUAL, self.severity, None)]
+        since = min(self.since, record.step)
+        return [self.finding(record, since, name, error, LIMIT, text, USUAL, self.severity, None)]
