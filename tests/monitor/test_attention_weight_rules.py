@@ -34,6 +34,10 @@ class Block(nn.Module):
         if self.fault == "dropout":
             weights = functional.dropout(weights, 0.2, training=self.training)
         mask = allowed if self.fault == "masked" else None
+        if self.fault == "late":
+            weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) * allowed
+        if self.fault == "sink":
+            weights = functional.pad(logits, (0, 1)).softmax(-1)[..., :-1]
         if self.fault == "masked":
             weights = (logits.nan_to_num(neginf=0.0)).softmax(-1)
         scale = None if self.sharpness == 1.0 else self.sharpness * q.shape[-1] ** -0.5
@@ -108,6 +112,7 @@ def test_a_healthy_run_is_quiet(seed):
     [
         ("leak", "attention_mask", "goes to keys after the query, since step 0"),
         ("masked", "attention_mask", "goes to keys that the mask excludes, since step 0"),
+        ("late", "attention_sum", "exactly 1 where it may attend to all keys, since step 0: the mask is app"),
         ("dimension", "attention_sum", "since step 0: no softmax, or over the wrong dimension?"),
     ],
 )
@@ -127,6 +132,12 @@ def test_dropout_before_the_tap_is_info():
     assert {(f.rule, f.severity) for f in found} == {("attention_sum", Severity.INFO)}
     assert "dropout?" in found[0].message
     assert "weights before it" in found[0].advice
+
+
+def test_an_attention_sink_is_info():
+    torch.manual_seed(0)
+    found = findings_of(Tiny("sink"), steps=10)
+    assert {(f.rule, f.severity) for f in found} == {("attention_sum", Severity.INFO)}
 
 
 def test_a_missing_division_by_sqrt_d_is_found():

@@ -315,3 +315,88 @@ def test_a_layer_that_is_initialized_anew_explains_the_loss():
     assert found.message.startswith("layers.1 (2 tensors): something other than optimizer.step() has changed")
     assert "their norms by" in found.message
     assert [x.rule for x in found.explained] == ["loss_spike"]
+
+
+def averaged(decay):
+    average = torch.optim.swa_utils.AveragedModel(
+        Stack(), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
+    )
+
+    def change(step, model):
+        if step:
+            average.update_parameters(model)
+            model.load_state_dict(average.module.state_dict())
+        else:
+            average.module.load_state_dict(model.state_dict())
+            average.n_averaged.fill_(1)
+
+    return change
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.99])
+def test_averages_that_are_written_into_the_model_in_each_step(decay):
+    found = [one for one in changed(averaged(decay)) if one.severity >= Severity.WARNING]
+    (undone,) = [one for one in found if "takes back" in one.message]
+    assert f"takes back {decay:.1%} of each update, since step 1, as if moving averages" in undone.message
+    assert "in a copy of the model" in undone.advice
+    assert undone.last_step == 59
+
+
+@torch.no_grad()
+def clipped(_, model):
+    for parameter in model.parameters():
+        parameter.clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def projected(_, model):
+    for parameter in model.parameters():
+        parameter.div_(parameter.norm())
+
+
+@torch.no_grad()
+def rounded(_, model):
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
+
+
+@torch.no_grad()
+def decayed(_, model):
+    for parameter in model.parameters():
+        parameter.mul_(0.999)
+
+
+@torch.no_grad()
+def noisy(_, model):
+    for parameter in model.parameters():
+        parameter.add_(1e-3 * torch.randn_like(parameter))
+
+
+def looked_ahead():
+    slow = []
+
+    @torch.no_grad()
+    def change(step, model):
+        if step % 5 == 0:
+            if slow:
+                for parameter, kept in zip(model.parameters(), slow, strict=True):
+                    parameter.copy_(kept.lerp(parameter, 0.5))
+            slow[:] = [parameter.clone() for parameter in model.parameters()]
+
+    return change
+
+
+OTHERS = {
+    "clipped": lambda: clipped,
+    "projected": lambda: projected,
+    "rounded": lambda: rounded,
+    "decayed": lambda: decayed,
+    "noisy": lambda: noisy,
+    "looked ahead": looked_ahead,
+    "half averaged": lambda: averaged(0.5),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_changes_in_each_step_take_no_share_of_it_back(name):
+    assert not any("takes back" in one.message for one in changed(OTHERS[name]()))

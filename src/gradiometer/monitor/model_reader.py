@@ -14,6 +14,7 @@ from gradiometer.inputs import is_dtensor, named_parameters, without_wrappers
 from gradiometer.monitor.batch_reader import BatchReader
 from gradiometer.monitor.failures import Failures
 from gradiometer.monitor.loss_graph import bounded_logits, leaves_of
+from gradiometer.monitor.norm_reader import NormReader
 from gradiometer.monitor.optimizer_reader import OptimizerReader
 from gradiometer.monitor.value_reader import ValueReader
 from gradiometer.recorder import OPTION, Driver, ModelState, gradient_framework
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _OFTEN = 8
 # what the graph of the loss tells
 _OF_LOSS = ("reached", "unregistered", "foreign", "bounded")
+# the probability from which a Dropout layer is looked at
+_HIGH = 0.8
 # layers whose output depends on the mode
 _MODAL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)  # noqa: SLF001
 
@@ -48,6 +51,8 @@ class ModelReader:
         self._has_looked = False
         self._reads = 0
         self._values = ValueReader(self._modules, recorder)
+        self._device = recorder.ring.device
+        self._norms = NormReader({}, self._device)
         self._foreign: list[weakref.ref[Tensor]] = []
         # the hyperparameters that were recorded last, and what they are of
         self._options: dict[str, float] = {}
@@ -69,8 +74,17 @@ class ModelReader:
         self._framework = gradient_framework(self._own)
         self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
         self._ties = tuple([(a.name, b.name) for a, b in self._tied])
+        self._dropouts = [
+            (prefix + name, layer)
+            for prefix, module in self._modules.items()
+            for name, layer in module.named_modules()
+            if isinstance(layer, nn.modules.dropout._DropoutNd)  # noqa: SLF001
+        ]
         self._optimizers = OptimizerReader(driver.optimizers, self._parameters)
         self._known = [weakref.ref(optimizer) for optimizer in driver.optimizers]
+        self._norms.release()
+        # in your own loop, no hooks but your own
+        self._norms = NormReader({} if driver.name == "loop" else self._modules, self._device)
 
     def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False, step: int = 0) -> ModelState:
         """Return the state of the model; the same object if nothing has changed.
@@ -91,6 +105,7 @@ class ModelReader:
             "tied": self._ties,
             "values": self._values.read(step, afresh=afresh),
             "batches": self._batches.end(step),
+            "norms": self._norms.read(step),
             "grad_writes": self._grad_writes(optimizers),
             "has_loss_scale": has_loss_scale,
             "driver": self._driver,
@@ -105,8 +120,10 @@ class ModelReader:
             # `_foreign` was found some steps ago
             is_gone = bool(self._foreign) and all([ref() is None for ref in self._foreign])
             found["is_foreign_gone"] = old.is_foreign_gone or (self._reads % _OFTEN == 0 and is_gone)
-            evaluating = self._evaluating(modes)
-            state = ModelState(requires, evaluating=evaluating, optimizers=optimizers, **quick, **found)
+            found["evaluating"] = self._evaluating(modes)
+            high = [(name, layer) for name, layer in self._dropouts if layer.training and layer.p >= _HIGH]
+            found["dropouts"] = tuple([(name, float(layer.p)) for name, layer in high])
+            state = ModelState(requires, optimizers=optimizers, **quick, **found)
             if state.__dict__ != old.__dict__:
                 self._state = state
         elif optimizers is not old.optimizers:

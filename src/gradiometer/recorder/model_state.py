@@ -230,6 +230,19 @@ class ModelValues:
     least: tuple[tuple[str, float, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class NormValues:
+    """What normalization layers returned in one step, compared with their input.
+
+    Attributes:
+        step: the step.
+        layers: name, class, and what `gradiometer.monitor.norm_reader.compare` returns for it.
+    """
+
+    step: int = 0
+    layers: tuple[tuple[str, str, float, float], ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class ModelState:
     """The state of a model at the end of a step, which costs no wait for the device.
@@ -261,6 +274,8 @@ class ModelState:
         order: see `StepOrder`.
         framework: whose buffers have the gradients, see `gradient_framework`; empty if ``p.grad`` has them.
         values: values of buffers and parameters that no table has.
+        norms: the output of normalization layers.
+        dropouts: the names of Dropout layers in training mode with a high probability, and that.
     """
 
     requires_grad: tuple[bool, ...]
@@ -277,6 +292,8 @@ class ModelState:
     order: StepOrder = _UNKNOWN
     framework: str = ""
     values: ModelValues = field(default_factory=ModelValues)
+    norms: NormValues = field(default_factory=NormValues)
+    dropouts: tuple[tuple[str, float], ...] = ()
     unregistered: tuple[str, ...] = ()
     foreign: int = 0
     is_foreign_gone: bool = False

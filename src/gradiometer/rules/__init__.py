@@ -17,6 +17,7 @@ from gradiometer.rules.attention import (
     LogitScale,
     Residual,
 )
+from gradiometer.rules.bias_correction import BiasCorrection
 from gradiometer.rules.criterion import Criterion, FirstLoss
 from gradiometer.rules.data import LabelShift, OneClass, Padding, SameBatch, UnknownTokens
 from gradiometer.rules.defaults import default_rules
@@ -28,7 +29,7 @@ from gradiometer.rules.flow import NoGradientFlow, NoGradients
 from gradiometer.rules.headlines import Headline, counts_text, headlines
 from gradiometer.rules.history import NormHistory
 from gradiometer.rules.hyperparameters import Hyperparameters
-from gradiometer.rules.initialization import EvalMode, Initialization, Untied
+from gradiometer.rules.initialization import EvalMode, HighDropout, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.ledger import Ledger
 from gradiometer.rules.levels import ChanceLevel, FadingGradients, StaysHigh
@@ -37,6 +38,7 @@ from gradiometer.rules.loop_order import ChangedGradients, LoopOrder
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.moments import MisplacedMoments
 from gradiometer.rules.nonfinite import NonFinite
+from gradiometer.rules.normalization import Normalization
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.not_updated import NotUpdated
 from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
@@ -57,6 +59,7 @@ __all__ = [
     "AttentionEntropy",
     "AttentionMask",
     "AttentionSum",
+    "BiasCorrection",
     "ChanceLevel",
     "ChangedGradients",
     "ChangedOutside",
@@ -77,6 +80,7 @@ __all__ = [
     "GroupRatio",
     "GrowingLogits",
     "Headline",
+    "HighDropout",
     "Hyperparameters",
     "Initialization",
     "LabelShift",
@@ -93,6 +97,7 @@ __all__ = [
     "NonFiniteBuffer",
     "NormHistory",
     "NormSpike",
+    "Normalization",
     "NotRegistered",
     "NotUpdated",
     "OneClass",

@@ -69,6 +69,13 @@ class AttentionMask(LastingRule):
         return self.findings(record, _KIND, found, worst, describe, self.since)
 
 
+# Of equal weights of i keys and a sink, i / (i + 1) is left. Its mean over i is below 0.9 only for fewer than
+# 40 keys, and then its maximum is at most 0.975.
+_MOSTLY, _WHOLE = 0.9, 1e-3
+MASK_FIRST: Final = (
+    "add -inf to the logits of keys that may not be attended before the softmax, instead of multiplying its "
+    "result by 0"
+)
 # share of all weights: without dropout, an allowed weight is 0 only where it underflows
 _DROPPED: Final = 0.01
 
@@ -78,7 +85,9 @@ class AttentionSum(LastingRule):
     """A head whose weights do not sum to 1 for each query.
 
     It needs a Monitor with ``taps`` that have ``attention``. Dropout before the tap, which leaves zeros, and
-    sums that are never above 1, as with an attention sink, have severity info.
+    sums that are never above 1, as with an attention sink, have severity info. A mask that is applied after
+    the softmax is no sink: in all these heads, the sum is far below 1 on average, and exactly 1 where a query
+    may attend to every key.
 
     Args:
         fraction: limit of the share of queries.
@@ -97,6 +106,7 @@ class AttentionSum(LastingRule):
         found = self.lasting(share > self.fraction, record.measured(_KIND), record.step)
         if found is None:
             return []
+        is_masked_late = bool(((mean < _MOSTLY) & ((top - 1.0).abs() < _WHOLE))[found].all())
 
         def describe(place: int) -> Observation:
             since = f"since step {int(self.since[place])}"
@@ -111,6 +121,10 @@ class AttentionSum(LastingRule):
             if float(zeros[place]) > _DROPPED and abs(float(mean[place]) - 1.0) < 0.2:
                 advice = "they were measured after dropout: pass gm.tap_attention the weights before it"
                 return Observation(value, limit, f"{message}, {since}: dropout?", advice, info)
+            if is_masked_late:
+                text = f"{message}, but to exactly 1 where it may attend to all keys, {since}: the mask is "
+                text += "applied after the softmax?"
+                return Observation(value, limit, text, MASK_FIRST, self.severity)
             if float(mean[place]) >= 0.0 and float(top[place]) <= 1.05:
                 advice = "pass all weights that the softmax returns, before dropout; a sink takes the rest"
                 return Observation(value, limit, f"{message}, {since}", advice, info)

@@ -12,19 +12,21 @@ from gradiometer.rules.attention import (
     LogitScale,
     Residual,
 )
+from gradiometer.rules.bias_correction import BiasCorrection
 from gradiometer.rules.criterion import Criterion, FirstLoss
 from gradiometer.rules.data import LabelShift, OneClass, Padding, SameBatch, UnknownTokens
 from gradiometer.rules.epsilon import Epsilon
 from gradiometer.rules.flow import NoGradientFlow, NoGradients
 from gradiometer.rules.history import NormHistory
 from gradiometer.rules.hyperparameters import Hyperparameters
-from gradiometer.rules.initialization import EvalMode, Initialization, Untied
+from gradiometer.rules.initialization import EvalMode, HighDropout, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.levels import ChanceLevel, FadingGradients, StaysHigh
 from gradiometer.rules.loop_order import ChangedGradients, LoopOrder
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.moments import MisplacedMoments
 from gradiometer.rules.nonfinite import NonFinite
+from gradiometer.rules.normalization import Normalization
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.not_updated import NotUpdated
 from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
@@ -49,6 +51,7 @@ def default_rules() -> list[Rule]:
     return [
         NonFinite(),
         NonFiniteBuffer(),
+        Normalization(),
         CrossedZero(),
         ReplicaDivergence(),
         ChangedOutside(),
@@ -60,6 +63,7 @@ def default_rules() -> list[Rule]:
         DecayedNorms(),
         NotRegistered(),
         Epsilon(),
+        BiasCorrection(),
         StateReset(),
         StaleSecondMoment(),
         NoGradients(),
@@ -70,6 +74,7 @@ def default_rules() -> list[Rule]:
         Initialization(),
         Untied(),
         EvalMode(),
+        HighDropout(),
         LoopOrder(),
         ChangedGradients(),
         Criterion(),

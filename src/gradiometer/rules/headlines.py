@@ -21,6 +21,7 @@ _ORDER: Final = (
     "criterion", "label_shift", "padding", "same_batch", "one_class", "unknown_tokens",
     "first_loss",
     "loop_order", "eval_mode", "untied", "not_registered", "initialization", "learning_rate", "group_lr",
+    "bias_correction", "high_dropout", "normalization",
     "hyperparameters", "epsilon", "state_reset", "misplaced_moments", "stale_second_moment",
     "changed_outside", "update_bound", "replica_divergence", "crossed_zero", "nonfinite",
     "nonfinite_buffer", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow",
@@ -64,12 +65,15 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "group_lr": _NOT_LEARNING,
     # updates that are a division by 0, or too large for their learning rate
     "epsilon": _DIVERGED,
+    "bias_correction": _DIVERGED,
+    "high_dropout": _DIVERGED,
     "hyperparameters": _DIVERGED | _NOT_LEARNING,
     "state_reset": _DIVERGED,
     "stale_second_moment": _DIVERGED,
     "nonfinite": _DIVERGED | _STOPPED | {"no_gradients", "nonfinite_buffer"},
     "nonfinite_buffer": frozenset({"nonfinite"}),
     "crossed_zero": _DIVERGED,
+    "normalization": _DIVERGED | _STOPPED | {"no_gradients"},
     "no_gradients": _STOPPED | {"initialization"},
     "accumulating": _DIVERGED,
     # an optimizer of other parameters does not clear these gradients either
@@ -99,6 +103,7 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
 _SPREADS: Final = frozenset({
     "changed_outside", "update_bound", "misplaced_moments", "group_lr", "crossed_zero", "initialization",
     "exploding", "update_ratio", "growing_logits",
+    "normalization",
 })  # fmt: skip
 # pairs of rules that are related wherever their tensors are
 _ANYWHERE: Final = frozenset({("not_updated", "accumulating"), ("collapsing_router", "collapsing_router")})

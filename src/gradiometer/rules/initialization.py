@@ -44,7 +44,13 @@ KEEP_TIE: Final = (
     "of modules_to_save, and save the model without tied weights"
 )
 TRAIN: Final = "call model.train() before the training steps, and again after each evaluation"
+SHARE: Final = (
+    "the p of torch.nn.Dropout is the share that is dropped, not the one that is kept: pass 1 - p if that "
+    "was meant; 0.1 to 0.5 is usual"
+)
 
+# probabilities of Dropout
+HIGH, VERY_HIGH = 0.8, 0.9
 # a weight with less than this many times the usual scale is not too large
 LARGE: Final = 5.0
 # names of tensors that scale elements, which may start with equal values
@@ -317,3 +323,28 @@ class EvalMode(BaseRule):
         text += "inference"
         patience = float(self.patience)
         return [self.finding(record, self.since, None, patience, 0.0, text, TRAIN, self.severity, None)]
+
+
+@dataclass(eq=False, repr=False)
+class HighDropout(BaseRule):
+    """Dropout layers that drop at least 90 % of their input in training; info from 80 % on.
+
+    The standard deviation of what dropout adds is sqrt(p / (1 - p)) times the magnitude of its input, 3 times
+    for 0.9. Some libraries have taken the share that is kept.
+    """
+
+    name = "high_dropout"
+    kept = ("since",)
+    since: int = field(default=-1, init=False)
+
+    def check(self, record: StepRecord) -> Iterable[Finding]:
+        """Return a finding about the layers with the highest probability."""
+        layers = () if record.model is None else record.model.dropouts
+        if not layers:
+            return []
+        self.since = record.step if self.since < 0 else self.since
+        name, p = max(layers, key=lambda layer: layer[1])
+        text = f"{name} drops {p:.0%} of its input in training"
+        text += f"; {len(layers)} Dropout layers drop {HIGH:.0%} or more" * (len(layers) > 1)
+        severity = self.severity if p >= VERY_HIGH else min(self.severity, Severity.INFO)
+        return [self.finding(record, self.since, name, p, HIGH, text, SHARE, severity, None)]

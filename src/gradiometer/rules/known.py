@@ -41,12 +41,14 @@ def has_loss_scale(record: StepRecord) -> bool:
 def most_skips(record: StepRecord) -> int:
     """Return how many steps a GradScaler may skip in a row until its first scale has fallen to a usual one.
 
-    10, from 2**16 to 2**6; more for a larger first scale.
+    10, from 2**16 to 2**6; more for a larger first scale, up to 100: halving takes the largest one of float32
+    there, and a scale that needs more hardly falls.
     """
     order = None if record.model is None else record.model.order
     if order is None or not order.first_scale or not 0.0 < order.backoff < 1.0:
         return 10
-    return max(10, math.ceil(math.log(order.first_scale / 2.0**6) / -math.log(order.backoff)))
+    steps = math.log(order.first_scale / 2.0**6) / -math.log(order.backoff)
+    return math.ceil(min(max(10.0, steps), 100.0))
 
 
 def optimizers_of(record: StepRecord) -> OptimizerState | None:

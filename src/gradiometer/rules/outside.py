@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -31,10 +32,24 @@ ALIKE: Final = 5e-3
 # averaged weights lag behind norms that grow, and lose noise: so many norms shrink, by less than half
 SEVERAL, NEARLY_ALL, SLIGHTLY = 4, 0.8, 0.5
 
+# Of an update u of weights b, the share c is left if the next step begins with b + c u. If at most this is
+# left of each update, training is several times slower than the learning rate says.
+LEFT: Final = 0.2
+# Below this, a norm that is kept the same, as by a projection onto a sphere, may as well be the reason.
+LEAST_LEFT: Final = 1e-4
+# shares are one share if they differ by less in proportion
+SAME_SHARE: Final = 0.1
+# steps in a row
+PATIENCE: Final = 10
+
 ADVICE: Final = (
     "if this is not meant, look for code between two calls of optimizer.step() that writes weights: a "
     "state_dict that is loaded, averaged weights that are swapped in and not back, clipping or "
     "re-initialization; optimizers keep their state meanwhile"
+)
+AVERAGES: Final = (
+    "keep averaged weights in a copy of the model, such as torch.optim.swa_utils.AveragedModel, and copy "
+    "them into the model only to evaluate it; copy the trained weights back before the next step"
 )
 
 
@@ -51,13 +66,18 @@ class ChangedOutside(TensorRule):
     The weights that are changed between two steps are one finding, which says whether all norms have changed
     by one factor, went back to those after an earlier step, or shrink a little, as if averaged weights had
     been swapped in. It has ``severity`` if this happens to a tensor in at most a tenth of its steps.
-    Otherwise it has info, since it is a part of the training loop, such as weights that are clipped. Weights
-    that no known optimizer holds, such as a target network, are left out.
+    Otherwise it has info, since it is a part of the training loop, such as weights that are clipped; unless
+    this takes back the same share of the last update in nearly all tensors, at least 80 %, in 10 steps in a
+    row, as moving averages do that are written into the model. Weights that no known optimizer holds, such as
+    a target network, are left out.
     """
 
     name = "changed_outside"
     kinds: ClassVar[tuple[str, ...]] = ("updates",)
-    kept = (*TensorRule.kept, "after", "after_step", "times", "compared", "since", "sums", "steps")
+    kept = (
+        *(*TensorRule.kept, "after", "after_step", "times", "compared", "since", "sums", "steps"),
+        *("squares", "undone", "undone_since"),
+    )
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
@@ -65,6 +85,10 @@ class ChangedOutside(TensorRule):
         self.after_step: int | None = None
         # the squared norms after the last recorded update; NaN where they are not known
         self.after = torch.full((size,), torch.nan, dtype=torch.float64, device="cpu")
+        # of the last recorded update, the squared norms of the weights before it and of itself
+        self.squares = torch.full((2, size), torch.nan, dtype=torch.float64, device="cpu")
+        # the steps in a row in which most of it was taken back, and the first of them
+        self.undone, self.undone_since = 0, 0
         start = torch.zeros(3, size, dtype=torch.float64, device="cpu")
         self.times, self.compared, self.since = start.unbind()
         # of earlier steps, the sum of the squared norms after the update
@@ -80,7 +104,8 @@ class ChangedOutside(TensorRule):
         """Return findings about the weights that have changed since the last step."""
         known = record.measured("updates") & (record.value("n_nonfinite", "updates") == 0)
         before = torch.where(known, record.value("sumsq_b", "updates"), torch.nan)
-        last, last_step = self.after, self.after_step
+        last, last_step, squares = self.after, self.after_step, self.squares
+        self.squares = torch.stack([before, record.value("sumsq_u", "updates")])
         self.after = torch.where(known, record.value("sumsq_a", "updates"), torch.nan)
         self.after_step = record.step
         earlier = self._look_back(record.step, before, self.after)
@@ -92,6 +117,8 @@ class ChangedOutside(TensorRule):
             # target networks and averages have no optimizer: only other code changes them
             found &= optimizers.held
         self.compared = self.compared + (before - last).isfinite()
+        left = _left(squares[0], squares[1], last, before, found)
+        self.undone = 0 if left is None else self.undone + 1
         if not found.any():
             return []
         self.since = torch.where(found & (self.times == 0), float(record.step), self.since)
@@ -100,6 +127,10 @@ class ChangedOutside(TensorRule):
         change = (norms - were).abs() / were.clamp(min=1e-300)
         rare = found & (self.times <= RARE * self.compared)
         made = [self._summary(record, rare, norms, were, earlier)] if rare.any() else []
+        if self.undone == 1:
+            self.undone_since = record.step
+        if left is not None and self.undone >= PATIENCE:
+            made.append(self._undone(record, left))
 
         def describe(place: int) -> Observation:
             message = "something other than optimizer.step() changes this weight between steps"
@@ -107,6 +138,15 @@ class ChangedOutside(TensorRule):
             return Observation(float(change[place]), 0.0, message, ADVICE, severity)
 
         return made + self.findings(record, "updates", found & ~rare, change, describe, self.since)
+
+    def _undone(self, record: StepRecord, left: float) -> Finding:
+        text = (
+            f"something other than optimizer.step() takes back {1.0 - left:.1%} of each update, since step "
+        )
+        text += f"{self.undone_since}, as if moving averages of the weights were written into the model"
+        taken, limit = 1.0 - left, 1.0 - LEFT
+        since = self.undone_since
+        return self.finding(record, since, None, taken, limit, text, AVERAGES, self.severity, None)
 
     def _look_back(self, step: int, before: Tensor, after: Tensor) -> int | None:
         """Return after which earlier step, if any, all weights were as they are now; note those of this step.
@@ -148,3 +188,31 @@ class ChangedOutside(TensorRule):
         value = float((norms[worst] - were[worst]).abs() / were[worst].clamp(min=1e-300))
         first = None if len(places) > 1 and len(places) == len(names) else names[worst]
         return self.finding(record, record.step, first, value, 0.0, text, ADVICE, self.severity, "updates")
+
+
+def _left(begin: Tensor, update: Tensor, end: Tensor, now: Tensor, found: Tensor) -> float | None:
+    """Return which share of the last update is left; None unless it is the same, small one nearly everywhere.
+
+    Let b be weights before an update u, and c the share. Then ``|b + c u|**2`` is
+    ``|b|**2 + 2 c b·u + c**2 |u|**2``, and ``2 b·u`` is ``|b + u|**2 - |b|**2 - |u|**2``. So each tensor
+    gives up to two shares, of which one has to be that of the others.
+
+    Args:
+        begin: the squared norms before the update, ``(N,)``.
+        update: those of the update.
+        end: those after it.
+        now: those before the next update.
+        found: ``(N,) bool``, the weights that something else has changed.
+    """
+    used = found & (update > 0) & begin.isfinite() & end.isfinite() & now.isfinite()
+    if int(used.sum()) < SEVERAL:
+        return None
+    begin, update, end, now = (x[used] for x in (begin, update, end, now))
+    half = (end - begin - update) / (2.0 * update)
+    root = (half.square() + (now - begin) / update).sqrt()
+    shares = torch.stack([-half + root, -half - root])
+    fits = (shares > LEAST_LEFT) & (shares <= LEFT)
+    alone = shares[:, fits.sum(0) == 1]
+    usual = float(alone[fits[:, fits.sum(0) == 1]].median()) if alone.numel() else math.nan
+    agree = ((shares - usual).abs() < SAME_SHARE * usual).any(0)
+    return usual if float(agree.double().mean()) > NEARLY_ALL else None

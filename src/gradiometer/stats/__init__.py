@@ -42,6 +42,7 @@ from gradiometer.stats.repeats import is_repeating, keep_in_repeats, repeating
 from gradiometer.stats.report import ModuleReports, Report, TensorReport
 from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.table_report import TableReport, report_of
+from gradiometer.stats.tap_hooks import run_eagerly
 from gradiometer.stats.taps import HEAD, Taps, tap
 from gradiometer.stats.tensor_stats import TensorStats
 from gradiometer.stats.text_table import (
@@ -128,6 +129,7 @@ __all__ = [
     "redistributed",
     "repeating",
     "report_of",
+    "run_eagerly",
     "stats_of",
     "tap",
     "tap_attention",
