@@ -14,6 +14,7 @@ from torch._C import _len_torch_dispatch_stack
 
 from gradiometer.inputs import unwrapped
 from gradiometer.monitor.batch_values import Batch, batch_of, measured
+from gradiometer.monitor.hooks import ModuleHook
 from gradiometer.ops import is_capturing
 from gradiometer.recorder import BatchLook
 from gradiometer.stats import Pending, is_repeating
@@ -32,7 +33,7 @@ _FIRST: Final = 8
 _KEPT: Final = 16
 
 
-class BatchReader:
+class BatchReader(ModuleHook):
     """A forward hook of a model that looks at the first batch of a step, if the step is due.
 
     The labels are read from the gradient of the logits, so a look is complete in the backward pass. Nothing
@@ -59,10 +60,6 @@ class BatchReader:
         for module in _wrapped(*modules.values()) if len(modules) == 1 else ():
             self._watched.add(module)
             self._handles.append(module.register_forward_hook(self, with_kwargs=True))
-
-    def __reduce__(self) -> Any:
-        """Leave this hook out of copies of the model, and of files."""
-        return _no_hook, ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Look at a forward pass, after it."""
@@ -132,14 +129,6 @@ class BatchReader:
                 values = measured(batch, grad)
                 pending = Pending([values], lambda host: host[0].tolist())
             self._started = pending, batch.shape, bool(batch.tokens)
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    """Be the hook in a copy of a model."""
-
-
-def _no_hook() -> Any:
-    return _nothing
 
 
 def _wrapped(module: nn.Module) -> Iterator[nn.Module]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradiometer.monitor.failures import raise_of_handlers
+from gradiometer.monitor.hooks import ModuleHook
 from gradiometer.ops import is_capturing
 from gradiometer.recorder import NormValues
 from gradiometer.stats import Pending, run_eagerly
@@ -129,16 +129,12 @@ class NormReader:
         )
 
 
-class _Hook:
-    """The forward hook of one layer; in a copy of the model, also in a file, it does nothing."""
+class _Hook(ModuleHook):
+    """The forward hook of one layer."""
 
     def __init__(self, reader: NormReader, name: str) -> None:
         self.reader: NormReader | None = reader
         self.name, self.has_run = name, False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # a function of Python itself that takes any arguments and returns None
-        return getattr, (contextlib.nullcontext(), "__exit__")
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling():
