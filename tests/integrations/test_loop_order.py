@@ -274,6 +274,58 @@ def test_a_mistake_is_the_first_headline_within_five_steps(loop, onset, severity
     assert not [other for other in others if other.severity >= Severity.WARNING]
 
 
+class ClearedEveryThirdStep(Loop):
+    """A step after each part of what was to be one step."""
+
+    steps = 40
+
+    def zero(self):
+        if self.number % 3 == 0:
+            super().zero()
+
+
+class ClearedEveryEighthStep(Loop):
+    """Never more than 7 steps in a row are stale, of 8."""
+
+    steps = 40
+
+    def zero(self):
+        if self.number % 8 == 0:
+            super().zero()
+
+
+class GrowingScale(Loop):
+    """The scale doubles after every step that is not skipped."""
+
+    steps = 60
+
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=self.interval)
+
+    interval = 1
+
+
+class RarelyGrowingScale(GrowingScale):
+    interval = 20
+
+
+def test_gradients_that_are_cleared_now_and_then_are_a_mistake():
+    (first, *_) = headlines(ClearedEveryThirdStep().go().findings)
+    assert (first.rule, first.severity) == ("loop_order", Severity.WARNING)
+    assert (
+        "of the last 24 steps, gradients still contained those that the step before had used" in first.message
+    )
+    (first, *_) = headlines(ClearedEveryEighthStep().go().findings)
+    assert "gradients are not cleared since step" in first.message
+
+
+def test_a_scale_that_grows_again_after_each_step_is_a_mistake():
+    found = [x for x in GrowingScale().go().findings if x.rule == "loop_order"]
+    assert [x.severity for x in found] == [Severity.WARNING]
+    assert "times anew: its scale grows again after a few steps" in found[0].message
+    assert [x for x in RarelyGrowingScale().go().findings if x.rule == "loop_order"] == []
+
+
 def test_the_scale_is_told_of_steps_that_are_all_skipped():
     (first, *_) = headlines(Overflowing().go().findings)
     assert "its scale has fallen from 65,536 to 2,048" in first.message

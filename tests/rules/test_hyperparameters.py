@@ -78,3 +78,32 @@ def test_what_a_monitor_knows_without_an_optimizer_is_nothing():
             monitor.record()
             monitor.advance(lr=1.0)
     assert monitor.findings == []
+
+
+def trained_with(kind, decay, **options):
+    """Train two layers whose first one hardly matters; return the findings."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
+    optimizer = kind(model.parameters(), lr=1e-4, weight_decay=decay, **options)
+    with gm.watch(model, optimizer, rules=[Hyperparameters()], weights=True) as monitor:
+        for _ in range(30):
+            optimizer.zero_grad()
+            x = torch.randn(16, 6)
+            (1e-3 * model(x) + x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+    assert monitor.failures == {}
+    return monitor.findings
+
+
+def test_a_decay_that_outweighs_the_gradients_in_adam_is_a_warning():
+    (found,) = trained_with(Adam, 0.1)
+    assert (found.severity, found.first_step) == (gm.Severity.WARNING, 0)
+    assert "the weight_decay of 0.1 outweighs the gradients of" in found.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "decay", "options"),
+    [(AdamW, 0.1, {}), (Adam, 1e-3, {}), (SGD, 0.1, {}), (Adam, 0.1, {"decoupled_weight_decay": True})],
+)
+def test_a_decay_that_is_small_or_not_divided_by_the_gradients_is_none(kind, decay, options):
+    assert trained_with(kind, decay, **options) == []

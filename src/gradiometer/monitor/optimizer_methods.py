@@ -26,4 +26,6 @@ def method_of(optimizer: Optimizer, group: Mapping[str, object]) -> str:
     'Adam'
     """
     kind = type(optimizer)
+    if kind is optim.Adam and group.get("decoupled_weight_decay"):
+        return "AdamW"
     return kind.__name__ if kind in _KNOWN and not group.get("centered") else ""

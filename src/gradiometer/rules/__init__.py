@@ -18,6 +18,7 @@ from gradiometer.rules.attention import (
     Residual,
 )
 from gradiometer.rules.bias_correction import BiasCorrection
+from gradiometer.rules.changed_gradients import ChangedGradients
 from gradiometer.rules.criterion import Criterion, FirstLoss
 from gradiometer.rules.data import LabelShift, OneClass, Padding, SameBatch, UnknownTokens
 from gradiometer.rules.defaults import default_rules
@@ -34,7 +35,7 @@ from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.ledger import Ledger
 from gradiometer.rules.levels import ChanceLevel, FadingGradients, StaysHigh
 from gradiometer.rules.listing import first_of, table_of
-from gradiometer.rules.loop_order import ChangedGradients, LoopOrder
+from gradiometer.rules.loop_order import LoopOrder
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.moments import MisplacedMoments
 from gradiometer.rules.nonfinite import NonFinite

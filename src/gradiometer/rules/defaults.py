@@ -13,6 +13,7 @@ from gradiometer.rules.attention import (
     Residual,
 )
 from gradiometer.rules.bias_correction import BiasCorrection
+from gradiometer.rules.changed_gradients import ChangedGradients
 from gradiometer.rules.criterion import Criterion, FirstLoss
 from gradiometer.rules.data import LabelShift, OneClass, Padding, SameBatch, UnknownTokens
 from gradiometer.rules.epsilon import Epsilon
@@ -22,7 +23,7 @@ from gradiometer.rules.hyperparameters import Hyperparameters
 from gradiometer.rules.initialization import EvalMode, HighDropout, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.levels import ChanceLevel, FadingGradients, StaysHigh
-from gradiometer.rules.loop_order import ChangedGradients, LoopOrder
+from gradiometer.rules.loop_order import LoopOrder
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.moments import MisplacedMoments
 from gradiometer.rules.nonfinite import NonFinite

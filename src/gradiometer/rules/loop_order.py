@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import StepOrder, StepRecord
     from gradiometer.rules.finding import Finding
 
-ADVICE: Final = (
-    "if this is clipping by value, or a clip that gm.watch does not see, such as FSDP1's, the norms before "
-    "it are not recorded: use torch.nn.utils.clip_grad_norm_ or gm.clip_grad_norm_, or a gm.Monitor with "
-    "record() right after backward()"
-)
 ONCE: Final = (
     "call zero_grad() once for each optimizer.step(), not once for each backward(); if these passes are "
     "meant to be discarded, as in SAM or for adversarial inputs, nothing is wrong"
@@ -40,6 +35,10 @@ UNSCALE: Final = "call scaler.unscale_(optimizer) once in each step, right befor
 ONE_OPTIMIZER: Final = (
     "let one optimizer update each parameter; if several are meant to, pass all of them to gm.watch"
 )
+SLOWER: Final = (
+    "let its growth_interval be large, 2,000 steps by default, and call scaler.update() once in each step; "
+    "otherwise look for the layers whose gradients are often Inf"
+)
 LARGE: Final = "if the loss scale is too large, start the GradScaler with a smaller init_scale"
 SCALE: Final = (
     "a smaller loss scale does not help if the forward pass or the loss is not finite: use bfloat16, or keep "
@@ -51,6 +50,9 @@ VARIES: Final = (
 )
 # below it no limit of a norm is set on purpose: usual ones are from 0.01 to 1,000
 LEAST_LIMIT: Final = 0.01
+# Of so many steps, a mistake is in half of them, or steps are skipped anew in a fifth: a scale that doubles
+# after 2,000 steps is too large once in as many
+WINDOW, HALF, FIFTH = 24, 12, 5
 # the least number of steps, and the share of those with the usual number of backward passes
 LEAST_STEPS: Final = 20
 USUAL: Final = 0.75
@@ -180,7 +182,17 @@ class LoopOrder(BaseRule):
                 f"steps have used (seen at {names}): zero_grad() is not called, or not for these parameters"
             )
             found.append(self._made(record, since, text, RESET))
+        elif order.passes and (count := self._window("stale at times", order.stale).bit_count()) >= HALF:
+            text = f"in {count} of the last {WINDOW} steps, gradients still contained those that the step "
+            text += "before had used: zero_grad() is not called after these steps"
+            found.append(self._made(record, max(record.step - WINDOW + 1, self.begun), text, RESET))
         return found + self._skipped(record, order)
+
+    def _window(self, key: str, value: object) -> int:
+        """Return in which of the last `WINDOW` steps a value was true: as bits, the lowest for this step."""
+        bits = (self.state.get(key, [0, 0, 0])[2] << 1 | bool(value)) & (1 << WINDOW) - 1
+        self.state[key] = [0, 0, bits]
+        return bits
 
     def _is_kept(self, record: StepRecord) -> bool:
         """Return whether the gradients are not finite, and those of the step before are still in them."""
@@ -233,10 +245,18 @@ class LoopOrder(BaseRule):
         assert record.model is not None  # noqa: S101 for the type checker
         is_bad = record.loss is not None and not math.isfinite(record.loss)
         # 1: the loss scale may be too large
-        value = (2 if is_bad else 1) * (record.skipped and has_loss_scale(record))
+        is_skipped = record.skipped and has_loss_scale(record)
+        value = (2 if is_bad else 1) * is_skipped
         found = self._lasts(record, "skipped", value, self.patience + 2 if is_bad else most_skips(record))
+        skipped = self._window("skipped at times", is_skipped)
         if found is None:
-            return []
+            # of several in a row, the first: so a scale falls that is too large at the start
+            anew = (skipped & ~(skipped >> 1)).bit_count()
+            if anew < FIFTH or not is_skipped:
+                return []
+            text = f"the GradScaler skips {skipped.bit_count()} of {WINDOW} steps, {anew} times anew: its "
+            text += "scale grows again after a few steps, until gradients overflow"
+            return [self._made(record, max(record.step - WINDOW + 1, self.begun), text, SLOWER)]
         since, count = found
         text = f"the GradScaler has skipped all {count} steps since step {since}, so that no weight changes"
         if order.first_scale and since == self.begun:
@@ -355,36 +375,3 @@ def _is_list(value: Any, size: int) -> bool:
 
 def _are_numbers(value: Any, is_one: Callable[[Any], bool]) -> bool:
     return isinstance(value, dict) and all(isinstance(x, str) and is_one(y) for x, y in value.items())
-
-
-@dataclass(eq=False, repr=False)
-class ChangedGradients(BaseRule):
-    """Gradients that something has changed between ``backward()`` and ``optimizer.step()``.
-
-    It needs `gradiometer.watch`, which sees each clip by `torch.nn.utils.clip_grad_norm_` and by gradiometer
-    and records the gradients before it. Other changes are known only by the version counter of one gradient
-    of each param group: the recorded gradients are then those after the change. It is not noticed if the
-    backward pass was compiled together with the forward pass.
-    """
-
-    name = "changed_gradients"
-    kept = ("streak", "since")
-    _: KW_ONLY
-    severity: Severity = Severity.INFO
-    patience: int = 3
-    streak: int = field(default=0, init=False)
-    since: int = field(default=0, init=False)
-
-    def check(self, record: StepRecord) -> Iterable[Finding]:
-        """Return a finding if gradients were changed in ``patience`` steps in a row."""
-        if record.model is None or not record.recorded:
-            return []
-        self.streak = self.streak + 1 if record.model.changed_gradients else 0
-        if self.streak == 1:
-            self.since = record.step
-        if self.streak < self.patience:
-            return []
-        text = "something changed the gradients between backward() and step(): the recorded ones are those "
-        text += "after it"
-        patience = float(self.patience)
-        return [self.finding(record, self.since, None, patience, 0.0, text, ADVICE, self.severity, None)]
