@@ -195,13 +195,43 @@ def test_a_softmax_before_the_loss_is_named(note):
             lambda z, y: F.binary_cross_entropy_with_logits(z.sigmoid(), F.one_hot(y, 10).float()),
             "applies a sigmoid again",
         ),
+        (
+            lambda z, y: F.cross_entropy(z.bfloat16().relu()[:, None].float().flatten(1), y),
+            "the logits of the loss are the output of a ReLU: none can be below 0",
+        ),
+        (
+            lambda z, y: F.cross_entropy(z.tanh(), y, label_smoothing=0.1),
+            "the output of a tanh, between -1 and 1",
+        ),
     ],
-    ids=["softmax", "sigmoid", "nll", "bce"],
+    ids=["softmax", "sigmoid", "nll", "bce", "relu", "tanh"],
 )
 def test_the_graph_of_the_loss_tells_what_its_logits_are(loss_of, words):
-    ((name, _, message),) = found_in(lambda _: classes(), nn.Linear(8, 10), loss_of=loss_of, steps=3)
-    assert name == "criterion"
+    ((name, severity, message),) = found_in(lambda _: classes(), nn.Linear(8, 10), loss_of=loss_of, steps=3)
+    assert (name, severity) == ("criterion", Severity.WARNING)
     assert words in message
+
+
+@pytest.mark.parametrize(
+    ("bound", "words"),
+    [(torch.relu, "are the output of a ReLU"), (torch.tanh, "1: it cannot fall below 0.313")],
+    ids=["relu", "tanh"],
+)
+def test_bounds_before_a_binary_cross_entropy_are_only_worth_knowing(bound, words):
+    def loss_of(z, y):
+        return F.binary_cross_entropy_with_logits(bound(z), F.one_hot(y, 10).float())
+
+    ((name, severity, message),) = found_in(lambda _: classes(), nn.Linear(8, 10), loss_of=loss_of, steps=3)
+    assert (name, severity) == ("criterion", Severity.INFO)
+    assert words in message
+
+
+def test_the_loss_that_a_tanh_allows_is_that_of_its_bounds():
+    rule = Criterion()
+    state = ModelState((True,), batches=(LOOK,), bounded="log_softmax of tanh")
+    (found,) = rule.check(StepRecord(0, 0.0, {}, CATALOG, model=state))
+    least = F.cross_entropy(F.one_hot(torch.tensor([3]), 1000) * 2.0 - 1, torch.tensor([3])).item()
+    assert found.message.endswith(f": with 1,000 classes it cannot fall below {least:.3g}")
 
 
 def test_logits_that_are_reshaped_and_not_transposed_are_named():
@@ -233,6 +263,44 @@ def test_a_first_loss_far_above_that_of_guessing_is_named(scale, severity):
     ((name, how_bad, message),) = found_in(lambda _: next_tokens(), model)
     assert (name, how_bad) == ("first_loss", severity)
     assert f"nothing, ln({CLASSES}) = {math.log(CLASSES):.3g}: the logits are too large" in message
+
+
+class Normed(nn.Module):
+    """A language model with a norm before its head, as by the order of its parameters."""
+
+    def __init__(self, scale, *, norm=None, wide=False):
+        super().__init__()
+        self.body = Tokens(32)
+        self.norm = nn.LayerNorm(32) if norm is None else norm
+        self.wide = nn.Linear(32, 32) if wide else nn.Identity()
+        self.head = nn.Linear(32, CLASSES, bias=False)
+        nn.init.normal_(self.head.weight, std=scale / 32**0.5)
+
+    def forward(self, tokens):
+        return self.head(self.wide(self.norm(self.body(tokens))))
+
+
+def frozen(model):
+    model.body.embed.weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "severities"),
+    [
+        (lambda: Normed(6.0), [WARN]),
+        (lambda: Normed(6.0, norm=nn.RMSNorm(32)), [WARN]),
+        (lambda: frozen(Normed(6.0)), [INFO]),
+        (lambda: Normed(9.0, wide=True), [INFO]),
+        (lambda: Normed(1.0), []),
+        (lambda: Normed(2.0), []),
+    ],
+    ids=["layer-norm", "rms-norm", "pretrained", "linear-between", "usual", "twice"],
+)
+def test_after_a_norm_a_first_loss_far_above_that_of_guessing_is_a_warning(make, severities):
+    torch.manual_seed(0)
+    found = found_in(lambda _: next_tokens(), make())
+    assert [(name, severity) for name, severity, _ in found] == [("first_loss", x) for x in severities]
 
 
 def with_margin(z, y):
@@ -335,7 +403,12 @@ def test_healthy_batches_of_tokens_are_quiet(draw):
         lambda z, y: F.nll_loss((z.softmax(-1) + 1e-6).log(), y),
         # a policy: gains of both signs
         lambda z, y: (z.log_softmax(-1).gather(1, y[:, None])[:, 0] * torch.randn(len(y))).mean(),
-        # distillation, and an entropy
+        # a soft cap, a temperature, an activation before the last layer's pooling
+        lambda z, y: F.cross_entropy(30 * (z / 30).tanh(), y),
+        lambda z, y: F.cross_entropy(z.relu() / 0.1, y),
+        lambda z, y: F.cross_entropy(z[..., None].expand(-1, -1, 4).relu().mean(-1), y),
+        # distillation of features, distillation, and an entropy
+        lambda z, _: F.kl_div(z.relu().log_softmax(-1), torch.randn(z.shape).softmax(-1), reduction="sum"),
         lambda z, _: F.kl_div(z.log_softmax(-1), torch.randn(z.shape).softmax(-1), reduction="batchmean"),
         lambda z, _: (z.softmax(-1) * z.log_softmax(-1)).sum(-1).mean(),
     ],
@@ -348,6 +421,10 @@ def test_healthy_batches_of_tokens_are_quiet(draw):
         "bce",
         "nll",
         "policy",
+        "capped",
+        "relu-tempered",
+        "relu-pooled",
+        "features",
         "distilled",
         "entropy",
     ],
