@@ -555,6 +555,64 @@ def test_a_data_set_in_one_batch_is_only_worth_knowing():
     assert checked(SameBatch(), *[look] * 7) == checked(SameBatch(), *[look] * 8, LOOK) == []
 
 
+def in_turn(make, times):
+    """Return a function that draws each batch several times in a row, as by workers with one seed."""
+    known = {}
+    return lambda step: known.setdefault(step // times, make(step))
+
+
+@pytest.mark.parametrize("times", [2, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("make", "model"), [(lambda _: next_tokens(), Tokens), (lambda _: classes(), lambda: nn.Linear(8, 10))]
+)
+def test_batches_that_come_several_times_in_a_row_are_named(make, model, times):
+    ((name, severity, message),) = found_in(in_turn(make, times), model(), steps=8)
+    assert (name, severity) == ("same_batch", Severity.WARNING)
+    assert message.startswith(f"each batch comes {times} times in a row: of those of the steps 0 to 7, ")
+    assert message.endswith(f", {-(-8 // times)} are different")
+
+
+def test_batches_that_come_different_times_in_a_row_are_counted():
+    a, b, c = (LOOK._replace(inputs_hash=x, labels_hash=x) for x in (1.0, 2.0, 3.0))
+    (found,) = checked(SameBatch(), a, a, b, b, b, b, c, c)
+    assert found.message.startswith(
+        "batches come up to 4 times in a row: of those of the steps 0 to 7, 3 are"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"labelled": 0.5}, {"inputs_hash": 0.0}, {"label_share": 1.0, "rows": 1}, {"counted": 2.0}],
+    ids=["unknown", "no-inputs", "of-zeros", "few"],
+)
+def test_repeated_batches_without_known_and_varied_labels_are_quiet(change):
+    a, b = (LOOK._replace(**{"inputs_hash": x, "labels_hash": x, **change}) for x in (1.0, 2.0))
+    assert checked(SameBatch(), a, a, a, a, b, b, b, b) == []
+
+
+def test_a_batch_that_is_repeated_now_and_then_is_quiet():
+    a, b, c, d, e = (LOOK._replace(inputs_hash=x, labels_hash=x) for x in range(1, 6))
+    for looks in ((a, a, b, b, c, c, d, e), (a, b, a, b, a, b, a, b), (a, a, a, a, b, b, b)):
+        assert checked(SameBatch(), *looks) == []
+
+
+def test_a_policy_that_learns_from_each_batch_several_times_is_quiet():
+    def loss_of(z, y):
+        # advantages of both signs, as in PPO
+        return (z.log_softmax(-1).gather(1, y[:, None])[:, 0] * (y % 2 - 0.5)).mean()
+
+    draw = in_turn(lambda _: classes(), 4)
+    assert found_in(draw, nn.Linear(8, 10), loss_of=loss_of, steps=20) == []
+
+
+def test_several_forward_passes_of_one_step_are_one_batch():
+    def loss_of(z, y):
+        # as LBFGS and SAM do, which look at each batch several times
+        return mean_loss(z, y) + sum(mean_loss(z + 0.1, y) for _ in range(3))
+
+    assert found_in(lambda _: classes(), nn.Linear(8, 10), loss_of=loss_of, steps=12) == []
+
+
 def test_a_resumed_run_has_no_first_loss():
     look = LOOK._replace(loss=70.0, uniform_loss=70.0)
     assert len(checked(FirstLoss(), look)) == 1
