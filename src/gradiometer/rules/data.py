@@ -220,7 +220,7 @@ class SameBatch(LookRule):
             if is_each
             else f"batches come up to {most} times in a row"
         )
-        text += f": of those of the steps {looks[0].step} to {looks[-1].step}, {len(runs)} are different"
+        text += f": steps {looks[0].step} to {looks[-1].step} had only {len(runs)} different batches"
         return [self.about(record, looks, most, 1.0, text, SHARD)]
 
 
