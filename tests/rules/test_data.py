@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 its usual name
 
+import gradiometer as gm
 from gradiometer.recorder import BatchLook, Catalog, ModelState, StepRecord
 from gradiometer.rules import (
     Criterion,
@@ -22,7 +23,7 @@ from gradiometer.rules import (
     UnknownTokens,
     headlines,
 )
-from support.batches import CLASSES, Tokens, mean_loss, next_tokens, text, train
+from support.batches import CLASSES, Tokens, looks, mean_loss, next_tokens, text, train
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -195,13 +196,43 @@ def test_a_softmax_before_the_loss_is_named(note):
             lambda z, y: F.binary_cross_entropy_with_logits(z.sigmoid(), F.one_hot(y, 10).float()),
             "applies a sigmoid again",
         ),
+        (
+            lambda z, y: F.cross_entropy(z.bfloat16().relu()[:, None].float().flatten(1), y),
+            "the logits of the loss are the output of a ReLU: none can be below 0",
+        ),
+        (
+            lambda z, y: F.cross_entropy(z.tanh(), y, label_smoothing=0.1),
+            "the output of a tanh, between -1 and 1",
+        ),
     ],
-    ids=["softmax", "sigmoid", "nll", "bce"],
+    ids=["softmax", "sigmoid", "nll", "bce", "relu", "tanh"],
 )
 def test_the_graph_of_the_loss_tells_what_its_logits_are(loss_of, words):
-    ((name, _, message),) = found_in(lambda _: classes(), nn.Linear(8, 10), loss_of=loss_of, steps=3)
-    assert name == "criterion"
+    ((name, severity, message),) = found_in(lambda _: classes(), nn.Linear(8, 10), loss_of=loss_of, steps=3)
+    assert (name, severity) == ("criterion", Severity.WARNING)
     assert words in message
+
+
+@pytest.mark.parametrize(
+    ("bound", "words"),
+    [(torch.relu, "are the output of a ReLU"), (torch.tanh, "1: it cannot fall below 0.313")],
+    ids=["relu", "tanh"],
+)
+def test_bounds_before_a_binary_cross_entropy_are_only_worth_knowing(bound, words):
+    def loss_of(z, y):
+        return F.binary_cross_entropy_with_logits(bound(z), F.one_hot(y, 10).float())
+
+    ((name, severity, message),) = found_in(lambda _: classes(), nn.Linear(8, 10), loss_of=loss_of, steps=3)
+    assert (name, severity) == ("criterion", Severity.INFO)
+    assert words in message
+
+
+def test_the_loss_that_a_tanh_allows_is_that_of_its_bounds():
+    rule = Criterion()
+    state = ModelState((True,), batches=(LOOK,), bounded="log_softmax of tanh")
+    (found,) = rule.check(StepRecord(0, 0.0, {}, CATALOG, model=state))
+    least = F.cross_entropy(F.one_hot(torch.tensor([3]), 1000) * 2.0 - 1, torch.tensor([3])).item()
+    assert found.message.endswith(f": with 1,000 classes it cannot fall below {least:.3g}")
 
 
 def test_logits_that_are_reshaped_and_not_transposed_are_named():
@@ -233,6 +264,44 @@ def test_a_first_loss_far_above_that_of_guessing_is_named(scale, severity):
     ((name, how_bad, message),) = found_in(lambda _: next_tokens(), model)
     assert (name, how_bad) == ("first_loss", severity)
     assert f"nothing, ln({CLASSES}) = {math.log(CLASSES):.3g}: the logits are too large" in message
+
+
+class Normed(nn.Module):
+    """A language model with a norm before its head, as by the order of its parameters."""
+
+    def __init__(self, scale, *, norm=None, wide=False):
+        super().__init__()
+        self.body = Tokens(32)
+        self.norm = nn.LayerNorm(32) if norm is None else norm
+        self.wide = nn.Linear(32, 32) if wide else nn.Identity()
+        self.head = nn.Linear(32, CLASSES, bias=False)
+        nn.init.normal_(self.head.weight, std=scale / 32**0.5)
+
+    def forward(self, tokens):
+        return self.head(self.wide(self.norm(self.body(tokens))))
+
+
+def frozen(model):
+    model.body.embed.weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "severities"),
+    [
+        (lambda: Normed(6.0), [WARN]),
+        (lambda: Normed(6.0, norm=nn.RMSNorm(32)), [WARN]),
+        (lambda: frozen(Normed(6.0)), [INFO]),
+        (lambda: Normed(9.0, wide=True), [INFO]),
+        (lambda: Normed(1.0), []),
+        (lambda: Normed(2.0), []),
+    ],
+    ids=["layer-norm", "rms-norm", "pretrained", "linear-between", "usual", "twice"],
+)
+def test_after_a_norm_a_first_loss_far_above_that_of_guessing_is_a_warning(make, severities):
+    torch.manual_seed(0)
+    found = found_in(lambda _: next_tokens(), make())
+    assert [(name, severity) for name, severity, _ in found] == [("first_loss", x) for x in severities]
 
 
 def with_margin(z, y):
@@ -335,7 +404,12 @@ def test_healthy_batches_of_tokens_are_quiet(draw):
         lambda z, y: F.nll_loss((z.softmax(-1) + 1e-6).log(), y),
         # a policy: gains of both signs
         lambda z, y: (z.log_softmax(-1).gather(1, y[:, None])[:, 0] * torch.randn(len(y))).mean(),
-        # distillation, and an entropy
+        # a soft cap, a temperature, an activation before the last layer's pooling
+        lambda z, y: F.cross_entropy(30 * (z / 30).tanh(), y),
+        lambda z, y: F.cross_entropy(z.relu() / 0.1, y),
+        lambda z, y: F.cross_entropy(z[..., None].expand(-1, -1, 4).relu().mean(-1), y),
+        # distillation of features, distillation, and an entropy
+        lambda z, _: F.kl_div(z.relu().log_softmax(-1), torch.randn(z.shape).softmax(-1), reduction="sum"),
         lambda z, _: F.kl_div(z.log_softmax(-1), torch.randn(z.shape).softmax(-1), reduction="batchmean"),
         lambda z, _: (z.softmax(-1) * z.log_softmax(-1)).sum(-1).mean(),
     ],
@@ -348,6 +422,10 @@ def test_healthy_batches_of_tokens_are_quiet(draw):
         "bce",
         "nll",
         "policy",
+        "capped",
+        "relu-tempered",
+        "relu-pooled",
+        "features",
         "distilled",
         "entropy",
     ],
@@ -476,6 +554,78 @@ def test_a_data_set_in_one_batch_is_only_worth_knowing():
     for other in (look._replace(rows=65, counted=1300.0), look._replace(is_tokens=False)):
         assert [one.severity for one in checked(SameBatch(), *[other] * 8)] == [Severity.INFO]
     assert checked(SameBatch(), *[look] * 7) == checked(SameBatch(), *[look] * 8, LOOK) == []
+
+
+def in_turn(make, times):
+    """Return a function that draws each batch several times in a row, as by workers with one seed."""
+    known = {}
+    return lambda step: known.setdefault(step // times, make(step))
+
+
+@pytest.mark.parametrize("times", [2, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("make", "model"), [(lambda _: next_tokens(), Tokens), (lambda _: classes(), lambda: nn.Linear(8, 10))]
+)
+def test_batches_that_come_several_times_in_a_row_are_named(make, model, times):
+    ((name, severity, message),) = found_in(in_turn(make, times), model(), steps=8)
+    assert (name, severity) == ("same_batch", Severity.WARNING)
+    assert message.startswith(f"each batch comes {times} times in a row: steps 0 to 7 had only ")
+    assert message.endswith(f" {-(-8 // times)} different batches")
+
+
+def test_batches_that_come_different_times_in_a_row_are_counted():
+    a, b, c = (LOOK._replace(inputs_hash=x, labels_hash=x) for x in (1.0, 2.0, 3.0))
+    (found,) = checked(SameBatch(), a, a, b, b, b, b, c, c)
+    assert found.message == "batches come up to 4 times in a row: steps 0 to 7 had only 3 different batches"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"labelled": 0.5}, {"inputs_hash": 0.0}, {"label_share": 1.0, "rows": 1}, {"counted": 2.0}],
+    ids=["unknown", "no-inputs", "of-zeros", "few"],
+)
+def test_repeated_batches_without_known_and_varied_labels_are_quiet(change):
+    a, b = (LOOK._replace(**{"inputs_hash": x, "labels_hash": x, **change}) for x in (1.0, 2.0))
+    assert checked(SameBatch(), a, a, a, a, b, b, b, b) == []
+
+
+def test_a_batch_that_is_repeated_now_and_then_is_quiet():
+    a, b, c, d, e = (LOOK._replace(inputs_hash=x, labels_hash=x) for x in range(1, 6))
+    for batches in ((a, a, b, b, c, c, d, e), (a, b, a, b, a, b, a, b), (a, a, a, a, b, b, b)):
+        assert checked(SameBatch(), *batches) == []
+
+
+def test_a_policy_that_learns_from_each_batch_several_times_is_quiet():
+    def loss_of(z, y):
+        # advantages of both signs, as in PPO
+        return (z.log_softmax(-1).gather(1, y[:, None])[:, 0] * (y % 2 - 0.5)).mean()
+
+    draw = in_turn(lambda _: classes(), 4)
+    assert found_in(draw, nn.Linear(8, 10), loss_of=loss_of, steps=20) == []
+
+
+def test_several_forward_passes_of_one_step_are_one_batch():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 10)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    monitor = gm.watch(model, optimizer, rules=rules())
+    passes = 0
+    for _ in range(9):
+        x, y = classes()
+
+        def closure(x=x, y=y):
+            nonlocal passes
+            passes += 1
+            optimizer.zero_grad()
+            loss = mean_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    monitor.close()
+    assert passes > 2 * 9
+    assert [look.step for look in looks(monitor)] == list(range(9))
+    assert (monitor.failures, list(monitor.findings)) == ({}, [])
 
 
 def test_a_resumed_run_has_no_first_loss():

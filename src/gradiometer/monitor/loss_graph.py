@@ -65,23 +65,29 @@ def leaves_of(
 
 
 def bounded_logits(loss: Tensor) -> str:
-    """Return a softmax or sigmoid that a loss applies to the output of another one; empty without.
+    """Return a softmax or sigmoid of a loss, and the function with bounded values before it; empty without.
 
-    A loss that has its own takes logits of any size. Its operations are those nearest to it, so a few nodes
-    are visited, the nearest first. Compiled code hides them.
+    A loss that has its own softmax or sigmoid takes logits of any size. Its operations are those nearest to
+    it, so a few nodes are visited, the nearest first. Compiled code hides them. A ReLU or tanh counts if the
+    log_softmax is taken at labels: a divergence may compare features. A factor between, as of a soft cap
+    ``30 * tanh(z / 30)``, is meant.
 
     >>> import torch
     >>> from torch.nn import functional
     >>> z = torch.randn(2, 3, requires_grad=True)
     >>> bounded_logits(functional.cross_entropy(z.softmax(-1), torch.tensor([0, 1])))
     'log_softmax of softmax'
+    >>> bounded_logits(functional.cross_entropy(z.relu(), torch.tensor([0, 1])))
+    'log_softmax of relu'
     >>> bounded_logits(functional.cross_entropy(z, torch.tensor([0, 1])))
     ''
     """
     seen, nodes = {loss.grad_fn}, deque([loss.grad_fn])
+    at_labels: set[Any] = set()
     while nodes and len(seen) < _NEAR:
         node: Any = nodes.popleft()
-        function = _OWN.get(type(node).__name__)
+        name = type(node).__name__
+        function = _OWN.get(name)
         source = node.next_functions[0][0] if node.next_functions else None
         while (
             function
@@ -91,9 +97,12 @@ def bounded_logits(loss: Tensor) -> str:
         ):
             source = source.next_functions[0][0]
         inner = None if source is None else _BOUNDED.get(type(source).__name__)
-        if function and inner and (function != "nll_loss" or inner == "softmax"):
+        is_compared = inner in {"relu", "tanh"} and function == "log_softmax" and node not in at_labels
+        if function and inner and (function != "nll_loss" or inner == "softmax") and not is_compared:
             return f"{function} of {inner}"
         following = [x for x, _ in node.next_functions if x is not None and x not in seen]
+        if _PICKS.fullmatch(name) or (node in at_labels and _SAME.fullmatch(name)):
+            at_labels.update(x for x, _ in node.next_functions)
         seen.update(following)
         nodes.extend(following)
     return ""
@@ -107,7 +116,14 @@ _OWN: Final = {
     "NllLoss2DBackward0": "nll_loss",
     "BinaryCrossEntropyWithLogitsBackward0": "binary_cross_entropy_with_logits",
 }
-_BOUNDED: Final = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "sigmoid"}
+_BOUNDED: Final = {
+    "SoftmaxBackward0": "softmax",
+    "SigmoidBackward0": "sigmoid",
+    "ReluBackward0": "relu",
+    "TanhBackward0": "tanh",
+}
+# nodes that pick the elements of labels
+_PICKS: Final = re.compile(r"(NllLoss|NllLoss2D|Gather)Backward\d*")
 # nodes that change the shape, the layout or the dtype, or leave elements out
 _SAME: Final = re.compile(
     r"(View|UnsafeView|ReshapeAlias|Alias|ToCopy|Clone|Slice|Transpose|T|Permute|Squeeze|Unsqueeze|Select|Index"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from gradiometer.rules.base import BaseRule
@@ -28,6 +29,11 @@ ADVANCE: Final = (
     "look at how batches are drawn: an iterator that is created anew, or not advanced, in each step, or a "
     "dataset that ignores its index; to learn one batch, or all data at once, on purpose is a test"
 )
+SHARD: Final = (
+    "look at the workers of the data loader: with one seed, or with an IterableDataset that is not split by "
+    "torch.utils.data.get_worker_info(), all of them return the same batches; and at an iterator that is not "
+    "advanced in each step"
+)
 MIX: Final = "shuffle the data (shuffle=True), and look at how labels are read"
 VOCABULARY: Final = (
     "if it stands for unknown tokens, the tokenizer does not fit the text or its vocabulary was cut: look at "
@@ -37,6 +43,8 @@ VOCABULARY: Final = (
 # looks that have to agree, and those that show that batches do not change
 _AGREE: Final = 2
 _SEVERAL: Final = 8
+# pairs of equal neighbours among these, if not all are equal
+_REPEATED: Final = 4
 # labels that are found, and positions that are counted, in all of these looks
 _LABELLED: Final = 0.95
 _COUNTED: Final = 32
@@ -166,10 +174,12 @@ class Padding(LookRule):
 
 @dataclass(eq=False, repr=False)
 class SameBatch(LookRule):
-    """The same inputs and labels in each step, or the same example in each row of a batch.
+    """The same inputs and labels in each step, or several times in a row, or in each row of a batch.
 
-    The former has severity info unless it is a batch of sequences of tokens with a label at each position, of
-    up to 64 of them: full-batch training, and to learn a few examples by heart, may be meant.
+    Each worker of a data loader may return the same batches. Of the first 8 steps, at least 4 then have the
+    batch of the step before, and at least 1 has another one. The same batch in each step has severity info
+    unless it is a batch of sequences of tokens with a label at each position, of up to 64 of them: full-batch
+    training, and to learn a few examples by heart, may be meant.
     """
 
     name = "same_batch"
@@ -187,13 +197,37 @@ class SameBatch(LookRule):
 
         found = agreeing(looks, holds, _SEVERAL)
         if not found:
-            return []
+            return self._runs(record, looks[:_SEVERAL])
         is_text = newest.is_tokens and newest.counted > newest.rows and newest.rows <= _BATCH
         size = f"{newest.rows} sequences" if newest.is_tokens else f"{newest.rows} examples"
         text = f"the same batch of {size} in each of the {len(found)} steps that were looked at, from step "
         text += f"{found[0].step} to {newest.step}: the model learns it by heart"
         severity = None if is_text else Severity.INFO
         return [self.about(record, found, len(found), _SEVERAL, text, ADVANCE, severity)]
+
+    def _runs(self, record: StepRecord, looks: Sequence[BatchLook]) -> list[Finding]:
+        """Look for batches that come several times in a row, among those of the first steps."""
+        is_full = len(agreeing(looks, _is_varied, _SEVERAL)) == looks[-1].step - looks[0].step + 1
+        runs = [
+            len(list(run)) for _, run in groupby(looks, lambda look: (look.inputs_hash, look.labels_hash))
+        ]
+        if not is_full or len(runs) < 2 or len(looks) - len(runs) < _REPEATED:
+            return []
+        most = max(runs)
+        is_each = {*runs[:-1], most} == {most}
+        text = (
+            f"each batch comes {most} times in a row"
+            if is_each
+            else f"batches come up to {most} times in a row"
+        )
+        text += f": steps {looks[0].step} to {looks[-1].step} had only {len(runs)} different batches"
+        return [self.about(record, looks, most, 1.0, text, SHARD)]
+
+
+def _is_varied(look: BatchLook) -> bool:
+    # of few different examples, such as rows of 0, two batches may be equal by chance
+    is_known = look.labelled >= _LABELLED and look.inputs_hash != 0
+    return is_known and (look.label_share < 1.0 or (look.rows > 1 and look.equal_rows < 1.0))
 
 
 def _is_one_example(look: BatchLook) -> bool:
