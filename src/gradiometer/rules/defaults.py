@@ -12,6 +12,7 @@ from gradiometer.rules.attention import (
     LogitScale,
     Residual,
 )
+from gradiometer.rules.attention_direction import AttentionDirection
 from gradiometer.rules.bias_correction import BiasCorrection
 from gradiometer.rules.criterion import Criterion, FirstLoss
 from gradiometer.rules.data import LabelShift, OneClass, Padding, SameBatch, UnknownTokens
@@ -32,7 +33,7 @@ from gradiometer.rules.not_updated import NotUpdated
 from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
 from gradiometer.rules.optimizer_states import StaleSecondMoment, StateReset
 from gradiometer.rules.outside import ChangedOutside
-from gradiometer.rules.param_groups import DecayedNorms, GroupRates
+from gradiometer.rules.param_groups import BaseNotFrozen, DecayedNorms, GroupRates
 from gradiometer.rules.ratios import UpdateRatio
 from gradiometer.rules.registered import NotRegistered
 from gradiometer.rules.replicas import ReplicaDivergence
@@ -61,6 +62,7 @@ def default_rules() -> list[Rule]:
         GroupRates(),
         Hyperparameters(),
         DecayedNorms(),
+        BaseNotFrozen(),
         NotRegistered(),
         Epsilon(),
         BiasCorrection(),
@@ -97,6 +99,7 @@ def default_rules() -> list[Rule]:
         GrowingLogits(),
         CollapsingRouter(),
         AttentionMask(),
+        AttentionDirection(),
         AttentionSum(),
         AttentionEntropy(),
         LogitScale(),
