@@ -41,6 +41,11 @@ ATTENTION: Final = Schema(
         count_of("n_choices", "of these, queries that may attend to at least two keys", unit="queries"),
         count_of("n_zero", "weights of keys that these queries may attend to that are 0", unit="elements"),
         count_of("n_scales", "calls in which the scale of the logits was found", unit="calls"),
+        count_of("n_two_way", "calls in which queries may attend to 8 or more later keys", unit="calls"),
+        count_of(
+            "n_one_way", "of these, calls in which none does, but many do to earlier keys", unit="calls"
+        ),
+        count_of("n_one_way_masks", "of these, calls with a mask of their own for each query", unit="calls"),
         Column("sum_weights", "sum", "s", "sum of the weights", signed=True),
         Column("sum_masked", "sum", "|s|", "sum of the magnitudes on keys that the mask excludes"),
         Column("sum_future", "sum", "|s|", "sum of the magnitudes on keys after the query"),

@@ -17,6 +17,7 @@ from gradiometer.rules.attention import (
     LogitScale,
     Residual,
 )
+from gradiometer.rules.attention_direction import AttentionDirection
 from gradiometer.rules.bias_correction import BiasCorrection
 from gradiometer.rules.changed_gradients import ChangedGradients
 from gradiometer.rules.criterion import Criterion, FirstLoss
@@ -45,7 +46,7 @@ from gradiometer.rules.not_updated import NotUpdated
 from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
 from gradiometer.rules.optimizer_states import StaleSecondMoment, StateReset
 from gradiometer.rules.outside import ChangedOutside
-from gradiometer.rules.param_groups import DecayedNorms, GroupRates
+from gradiometer.rules.param_groups import BaseNotFrozen, DecayedNorms, GroupRates
 from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
 from gradiometer.rules.registered import NotRegistered
@@ -57,9 +58,11 @@ from gradiometer.rules.values import CrossedZero, NonFiniteBuffer
 
 __all__ = [
     "Accumulating",
+    "AttentionDirection",
     "AttentionEntropy",
     "AttentionMask",
     "AttentionSum",
+    "BaseNotFrozen",
     "BiasCorrection",
     "ChanceLevel",
     "ChangedGradients",

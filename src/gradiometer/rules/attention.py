@@ -139,7 +139,7 @@ class AttentionSum(LastingRule):
 
 
 @dataclass(eq=False, repr=False)
-class _LayerRule(LastingRule):
+class LayerRule(LastingRule):
     """A rule about all heads of a call together; a finding names its first head."""
 
     kinds: ClassVar[tuple[str, ...]] = (_KIND,)
@@ -168,7 +168,7 @@ class _LayerRule(LastingRule):
 
 
 @dataclass(eq=False, repr=False)
-class AttentionEntropy(_LayerRule):
+class AttentionEntropy(LayerRule):
     """A layer whose heads all attend to one key each, and did not before, or never leave equal weights.
 
     It needs a Monitor with ``taps`` that have ``attention``. Entropy is relative to that of equal weights.
@@ -246,7 +246,7 @@ class AttentionEntropy(_LayerRule):
 
 
 @dataclass(eq=False, repr=False)
-class LogitScale(_LayerRule):
+class LogitScale(LayerRule):
     """A layer whose logits are not q·k times the expected scale.
 
     It needs a Monitor with ``taps`` that have ``attention``. Without ``scale``, `gradiometer.tap_attention`

@@ -12,6 +12,7 @@ from gradiometer.rules.attention import (
     LogitScale,
     Residual,
 )
+from gradiometer.rules.attention_direction import AttentionDirection
 from gradiometer.rules.bias_correction import BiasCorrection
 from gradiometer.rules.changed_gradients import ChangedGradients
 from gradiometer.rules.criterion import Criterion, FirstLoss
@@ -33,7 +34,7 @@ from gradiometer.rules.not_updated import NotUpdated
 from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
 from gradiometer.rules.optimizer_states import StaleSecondMoment, StateReset
 from gradiometer.rules.outside import ChangedOutside
-from gradiometer.rules.param_groups import DecayedNorms, GroupRates
+from gradiometer.rules.param_groups import BaseNotFrozen, DecayedNorms, GroupRates
 from gradiometer.rules.ratios import UpdateRatio
 from gradiometer.rules.registered import NotRegistered
 from gradiometer.rules.replicas import ReplicaDivergence
@@ -62,6 +63,7 @@ def default_rules() -> list[Rule]:
         GroupRates(),
         Hyperparameters(),
         DecayedNorms(),
+        BaseNotFrozen(),
         NotRegistered(),
         Epsilon(),
         BiasCorrection(),
@@ -98,6 +100,7 @@ def default_rules() -> list[Rule]:
         GrowingLogits(),
         CollapsingRouter(),
         AttentionMask(),
+        AttentionDirection(),
         AttentionSum(),
         AttentionEntropy(),
         LogitScale(),

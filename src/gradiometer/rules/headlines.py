@@ -21,10 +21,12 @@ _ORDER: Final = (
     "criterion", "label_shift", "padding", "same_batch", "one_class", "unknown_tokens",
     "first_loss",
     "loop_order", "eval_mode", "untied", "not_registered", "initialization", "learning_rate", "group_lr",
+    "base_not_frozen",
     "bias_correction", "high_dropout", "normalization",
     "hyperparameters", "epsilon", "state_reset", "misplaced_moments", "stale_second_moment",
     "changed_outside", "update_bound", "replica_divergence", "crossed_zero", "nonfinite",
     "nonfinite_buffer", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow",
+    "attention_direction",
     "attention_sum", "attention_mask", "logit_scale", "residual", "loss_spike", "norm_spike", "exploding",
     "update_spike", "growing_logits", "attention_entropy", "stays_high", "chance_level", "fading_gradients",
     "collapsing_router", "dead_units", "vanishing", "dead", "unused_rows", "update_ratio", "imbalance",
@@ -63,6 +65,8 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "misplaced_moments": _DIVERGED,
     # a group that learns slowly has small updates
     "group_lr": _NOT_LEARNING,
+    # the rate of an adapter is large for other weights
+    "base_not_frozen": _DIVERGED,
     # updates that are a division by 0, or too large for their learning rate
     "epsilon": _DIVERGED,
     "bias_correction": _DIVERGED,
@@ -98,12 +102,14 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "dead": frozenset({"vanishing", "imbalance", "no_gradient_flow", "chance_level", "fading_gradients"}),
     "not_registered": _QUIET,
     "attention_mask": frozenset({"chance_level"}),
+    "attention_direction": frozenset({"chance_level"}),
 }
 # causes that make the whole model diverge, wherever they are, if they are problems
 _SPREADS: Final = frozenset({
     "changed_outside", "update_bound", "misplaced_moments", "group_lr", "crossed_zero", "initialization",
     "exploding", "update_ratio", "growing_logits",
     "normalization",
+    "base_not_frozen",
 })  # fmt: skip
 # pairs of rules that are related wherever their tensors are
 _ANYWHERE: Final = frozenset({("not_updated", "accumulating"), ("collapsing_router", "collapsing_router")})

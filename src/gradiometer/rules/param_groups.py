@@ -16,7 +16,7 @@ from gradiometer.rules.known import optimizers_of
 from gradiometer.rules.optimizer import RATE_OF_GROUP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from gradiometer.recorder import OptimizerState, StepRecord
 
@@ -45,6 +45,14 @@ SPLIT: Final = (
     "groups are split"
 )
 
+FREEZE: Final = (
+    "freeze them with requires_grad_(False) before the optimizer is created, or pass it the adapters alone"
+)
+
+# what begins the name of a part of a LoRA adapter, such as lora_a, lora_A.default.weight, lora.down or
+# lora_magnitude_vector; and the names of the layer's own weight, beside it
+_ADAPTER: Final = re.compile(r"(|.*\.)lora(?:_[^.]*|[ab]?)(?:\.|$)", re.IGNORECASE)
+_BASES: Final = ("weight", "base.weight", "base_layer.weight", "linear.weight")
 # names of the scales and shifts of normalization layers
 _NORMS: Final = re.compile(r"norm|(?:^|[._])(?:ln|bn|gn)[_\d]*(?:[._]|$)|gamma|beta$", re.IGNORECASE)
 
@@ -196,6 +204,74 @@ class DecayedNorms(BaseRule):
         text += f"{decay[places[0]]:.3g}, though other vectors of the same optimizer have none"
         first, share = rows.names[places[0]], decay[places[0]]
         return [self.finding(record, record.step, first, share, 0.0, text, SPLIT, self.severity, None)]
+
+
+@dataclass(eq=False, repr=False)
+class BaseNotFrozen(BaseRule):
+    """Weights of layers with LoRA adapters that are trained together with these; reported once.
+
+    It needs `gradiometer.watch` or the callback of a trainer. A layer's own weight is known by its name, as
+    in ``q.lora_a`` and ``q.weight``, ``q.base.weight``, ``q.base_layer.weight`` or ``q.linear.weight``.
+    Layers without adapters may be trained beside them, so they do not count, and neither do biases. If these
+    weights have another learning rate than all adapters, they are meant to be trained, and the severity is
+    info.
+    """
+
+    name = "base_not_frozen"
+    kept = ("is_done",)
+    _: KW_ONLY
+    is_done: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._rows: object = None
+        self._adapters: dict[int, list[int]] = {}
+
+    def check(self, record: StepRecord) -> Iterable[Finding]:
+        """Look for base weights with a learning rate above 0, beside adapters with one."""
+        known = None if self.is_done else optimizers_of(record)
+        if known is None or record.model is None:
+            return []
+        rows = record.catalog.parameters
+        if rows is not self._rows:
+            self._rows, self._adapters = rows, _adapters_of(rows.names)
+        learns = record.model.requires_grad
+        if not self._adapters or len(learns) != len(known.groups):
+            return []
+        of_groups = [rate or 0.0 for rate in known.rates]
+        rates = [
+            of_groups[group] if learn and group >= 0 else 0.0
+            for group, learn in zip(known.groups, learns, strict=True)
+        ]
+        of_adapters = {rates[x] for adapters in self._adapters.values() for x in adapters}
+        bases = [
+            base
+            for base, adapters in self._adapters.items()
+            if rates[base] > 0 and any(rates[x] > 0 for x in adapters)
+        ]
+        if not bases:
+            return []
+        self.is_done = True
+        is_alike = any(rates[base] in of_adapters for base in bases)
+        severity = self.severity if is_alike else min(self.severity, Severity.INFO)
+        count = len(bases)
+        first, rate = rows.names[bases[0]], rates[bases[0]]
+        text = f"the base weights of {count:,} {'layer' if count == 1 else 'layers'} with LoRA adapters are "
+        text += f"trained as well, with the learning rate {rate:.3g}, beginning with {first}"
+        return [self.finding(record, record.step, first, rate, 0.0, text, FREEZE, severity, None)]
+
+
+def _adapters_of(names: Sequence[str]) -> dict[int, list[int]]:
+    """Return the places of the adapters of each base weight, by its place."""
+    places = {name: place for place, name in enumerate(names)}
+    found: dict[int, list[int]] = {}
+    for place, name in enumerate(names):
+        adapter = _ADAPTER.match(name)
+        bases = () if adapter is None else [places.get(adapter[1] + x) for x in _BASES]
+        for base in bases:
+            if base is not None:
+                found.setdefault(base, []).append(place)
+    return found
 
 
 def _groups_of(record: StepRecord, known: OptimizerState) -> list[list[int]]:

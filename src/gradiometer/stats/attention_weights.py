@@ -19,6 +19,10 @@ _OFF, _OFF_EPS = 1e-3, 16.0
 # the least standard deviation of logits from which their scale is found, likewise; and the share of the
 # variance of the logarithms of weights that it has to explain
 _SPREAD, _SPREAD_EPS, _EXPLAINED = 1e-2, 16.0, 0.99
+# the least number of allowed weights on later keys, and the share of it that as many weights on earlier keys
+# reach under a causal mask: as many without dropout. Weights that underflow to 0, as in float16, leave about
+# one key to a query.
+_LATER, _EARLIER = 8, 0.5
 
 
 def attention_columns(
@@ -39,7 +43,8 @@ def attention_columns(
     eps = torch.finfo(w.dtype).eps
     w = w.float() if w.itemsize < 4 else w
     heads, queries, keys = w.shape[-3:]
-    masked, future = _masked(mask), _future(queries, keys, w.device) if is_causal else None
+    masked, (earlier, later) = _masked(mask), _sides(queries, keys, w.device)
+    future = later if is_causal else None
     excluded = masked if future is None else future if masked is None else masked | future
     total = _sum(w)
     if excluded is None:
@@ -62,6 +67,12 @@ def attention_columns(
     leaks = [nothing if x is None else _sum(torch.where(x, w.abs(), 0.0)) for x in (masked, future)]
     zeros = w == 0 if excluded is None else (w == 0) & excluded.logical_not()
     found, ratio, expected = _scale(q, k, weights, mask, excluded, scale, eps)
+    if is_causal:
+        sides = [nothing] * 3
+    else:
+        open_keys = later if masked is None else later & masked.logical_not()
+        used = w != 0 if masked is None else (w != 0) & masked.logical_not()
+        sides = [_sum(open_keys), _sum(used & later), _sum(used & earlier)]
     is_off = (total - 1.0).abs() > max(_OFF, _OFF_EPS * eps)
     per_query = [
         counted,
@@ -71,14 +82,21 @@ def attention_columns(
         torch.where(counted, total, 0.0),
         *[torch.where(counted, x, 0.0) for x in leaks],
         torch.where(has_choice, share, 0.0),
+        *[torch.where(counted, x, 0.0) for x in sides],
     ]
     # of all heads, queries last
     by_head = [x.double().expand_as(total).movedim(-2, 0).reshape(heads, -1) for x in per_query]
-    n_queries, n_off, n_choices, n_zero, total, *leaked, share = [x.sum(dim=1) for x in by_head]
+    n_queries, n_off, n_choices, n_zero, total, *rest = [x.sum(dim=1) for x in by_head]
+    *leaked, share, n_open, n_later, n_earlier = rest
+    two_way = n_open >= _LATER
+    one_way = two_way & (n_later == 0) & (n_earlier >= _EARLIER * n_open)
+    # a mask of padding alone, with one row for all queries, does not tell that later keys are meant
+    has_rows = mask is not None and mask.dim() > 1 and mask.shape[-2] == queries
+    directions = [x.double() for x in (two_way, one_way, one_way & has_rows)]
     numel = torch.full_like(n_queries, w.numel() // heads)
     # of masked and later keys, and of the sum
     tops = [by_head[i].amax(dim=1) for i in (5, 6, 4)]
-    counts = numel, n_queries, n_off, n_choices, n_zero, found.double()
+    counts = numel, n_queries, n_off, n_choices, n_zero, found.double(), *directions
     return torch.stack(
         [*counts, total, *leaked, share, ratio, *tops[:2], tops[2].clamp(min=0.0), expected], dim=1
     )
@@ -92,10 +110,11 @@ def _masked(mask: Tensor | None) -> Tensor | None:
     return mask.logical_not() if mask.dtype == torch.bool else mask <= EXCLUDED
 
 
-def _future(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return which keys come after each query, ``(queries, keys)``; the last query is at the last key."""
-    places = torch.arange(queries, device=device) + max(keys - queries, 0)
-    return torch.arange(keys, device=device) > places.unsqueeze(1)
+def _sides(queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which keys come before and after each query, ``(queries, keys)``; the last is at the end."""
+    places = (torch.arange(queries, device=device) + max(keys - queries, 0)).unsqueeze(1)
+    of_keys = torch.arange(keys, device=device)
+    return of_keys < places, of_keys > places
 
 
 def _sum(x: Tensor) -> Tensor:
