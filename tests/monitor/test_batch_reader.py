@@ -60,6 +60,21 @@ def test_variants_of_the_cross_entropy_have_the_same_labels(loss_of):
     assert math.log(CLASSES) * 0.8 < first.loss < math.log(CLASSES) * 1.3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_logits_of_any_dtype_are_looked_at(dtype):
+    monitor = train(Tokens().to(dtype), lambda _: next_tokens(), steps=3)
+    assert monitor.failures == {}
+    assert [(look.after, look.labelled) for look in looks(monitor)] == [(1.0, 1.0)] * 3
+    # logits that are viewed for transposed
+    wrong = train(Tokens().to(dtype), lambda _: next_tokens(), steps=3, loss_of=viewed)
+    assert wrong.failures == {}
+    assert all(look.untransposed == 1.0 for look in looks(wrong))
+
+
+def viewed(logits, labels):
+    return F.cross_entropy(logits.float().reshape(len(logits), CLASSES, -1), labels)
+
+
 def test_a_loss_without_labels_has_none():
     for loss_of in (lambda z, _: z.square().mean(), lambda z, _: -(z.log_softmax(-1) / 7).mean()):
         found = looks(train(Tokens(), lambda _: next_tokens(), steps=2, loss_of=loss_of))

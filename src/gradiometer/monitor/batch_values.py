@@ -155,7 +155,7 @@ def measured(batch: Batch, grad: Tensor) -> Tensor:
         grad = grad.unflatten(0, shape[:-1])
     grad = grad[: kept_rows(shape)]
     least, labels = grad.min(-1)
-    size = torch.linalg.vector_norm(grad, 1, -1, dtype=torch.float32)
+    size = _sizes(grad, -1)
     counted = size > 0
     known = counted & (least < 0) & (-least.float() >= _DOMINATES * size)
     n = known.sum()
@@ -322,10 +322,17 @@ def _untransposed(grad: Tensor) -> Tensor:
     grad = grad[:keep]
     columns = grad.reshape(len(grad), grad.shape[2], grad.shape[1])
     least = columns.amin(1).float()
-    size = torch.linalg.vector_norm(columns, 1, 1, dtype=torch.float32)
+    size = _sizes(columns, 1)
     is_label = (least < 0) & (-least >= _DOMINATES * size)
     share: Tensor = is_label.sum() / (size > 0).sum()
     return share
+
+
+def _sizes(grad: Tensor, dim: int) -> Tensor:
+    """Return the sums of magnitudes along a dimension, at least in float32."""
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    sizes: Tensor = torch.linalg.vector_norm(grad, 1, dim, dtype=dtype)
+    return sizes
 
 
 def _equal_rows(inputs: list[Tensor], device: torch.device) -> Tensor:
