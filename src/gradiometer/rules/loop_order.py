@@ -150,7 +150,9 @@ class LoopOrder(BaseRule):
             found.append(self._unfinished(record, order.passes))
         # one step less: the first was added to zeros
         stale = cleared = lost = None
+        count = 0
         if order.passes:
+            count = self._window("stale at times", order.stale).bit_count()
             stale = self._lasts(record, "stale", bool(order.stale), self.patience + 1)
             lost = self._lasts(
                 record, "lost", order.lost if order.lost == order.passes - 1 else 0, self.patience
@@ -182,7 +184,7 @@ class LoopOrder(BaseRule):
                 f"steps have used (seen at {names}): zero_grad() is not called, or not for these parameters"
             )
             found.append(self._made(record, since, text, RESET))
-        elif order.passes and (count := self._window("stale at times", order.stale).bit_count()) >= HALF:
+        elif count >= HALF:
             text = f"in {count} of the last {WINDOW} steps, gradients still contained those that the step "
             text += "before had used: zero_grad() is not called after these steps"
             found.append(self._made(record, max(record.step - WINDOW + 1, self.begun), text, RESET))
