@@ -1,0 +1,1 @@
+"""Planted faults and healthy models, which `gradiometer.check_model` examines."""
