@@ -19,6 +19,7 @@ _IS_COMMAND = _IS_MODULE or __name__ == _NAME
 
 if typing.TYPE_CHECKING or not _IS_COMMAND:
     from gradiometer import rules, sinks
+    from gradiometer.checks import ModelReport, check_model  # type: ignore[no-redef] # as below
     from gradiometer.columns import (
         ACTIVATION_COLUMNS,
         COLUMNS,
@@ -141,6 +142,7 @@ __all__ = [
     "FiniteReport",
     "Flag",
     "FormatFit",
+    "ModelReport",
     "ModuleReports",
     "Monitor",
     "NoiseScale",
@@ -171,6 +173,7 @@ __all__ = [
     "block_losses",
     "check_deterministic",
     "check_finite",
+    "check_model",
     "check_replicas",
     "clip_coefficient",
     "clip_grad_norm_",

@@ -1,0 +1,12 @@
+"""Examine a model before it trains: `check_model` asks questions, its contracts, and reports each answer.
+
+A model and a batch go in; a `ModelReport` comes out, with a line for each contract. A `Probe` runs the model
+with changed inputs, in float64 where it has that. Contracts are functions of a probe, each in a table under
+its name. Everything that was changed is restored. Nothing here knows runs, sinks or trainers.
+"""
+
+from gradiometer.checks import sequence
+from gradiometer.checks.check_model import check_model
+from gradiometer.checks.report import ContractResult, Evidence, ModelReport, Status
+
+__all__ = ["ContractResult", "Evidence", "ModelReport", "Status", "check_model", "sequence"]

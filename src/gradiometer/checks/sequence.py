@@ -1,0 +1,274 @@
+"""Contracts of sequences: what a position, a masked token or another example may change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from gradiometer.checks.contract import contract
+from gradiometer.checks.report import Evidence, NotApplicable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from gradiometer.checks.batch import Stream
+    from gradiometer.checks.probe import Probe
+
+CAUSAL: Final = (
+    "mask the scores of later positions with -inf before the softmax, in every layer, and do not normalize "
+    "or mix over positions"
+)
+ENCODER: Final = "attend to all tokens that are not padding: leave the causal mask out of an encoder"
+MASK: Final = (
+    "mask the scores of masked keys with -inf (not their queries), pass the mask to every layer, and look at "
+    "whether 1 or True means kept or masked"
+)
+EXAMPLES: Final = (
+    "look at batch_first, at reshapes that mix the first two dimensions, and at norms or softmaxes over "
+    "dimension 0"
+)
+# positions that are tried
+_MOST: Final = 6
+
+
+@contract("behaviour", "later tokens do not change earlier outputs")
+def causal(probe: Probe) -> Iterator[Evidence]:
+    """Change all tokens after a position, and compare the outputs up to it, at several positions."""
+    stream = _aligned(probe)
+    if not probe.is_causal:
+        raise NotApplicable(
+            "the model is not known to be causal; pass causal=True if it is"
+            if probe.is_causal is None
+            else "the model is not causal"
+        )
+    kept = probe.kept(stream)
+    for cut in _places(stream.length - 1):
+        later = torch.arange(stream.length, device=kept.device) > cut
+        output = probe.output({stream.name: probe.changed(stream, later.expand_as(kept))})
+        change = _by_token(probe, output, kept & ~later)
+        if float(change.max()) > probe.tolerance:
+            row, place = _argmax(change)
+            source, size = _cause(probe, stream, row, place, cut)
+            text = f"token {source} changes the output of token {place} by {_percent(size)}"
+            yield Evidence(text, value=size, threshold=probe.tolerance, advice=CAUSAL)
+            return
+
+
+@contract("behaviour", "outputs depend on later tokens as well as on earlier ones")
+def bidirectional(probe: Probe) -> Iterator[Evidence]:
+    """Change the last token, and look at earlier outputs; then the first one, and later outputs."""
+    if probe.is_encoder_decoder and probe.is_causal:
+        yield from _reads_source(probe)
+        return
+    stream = _aligned(probe)
+    if probe.is_causal is not False:
+        raise NotApplicable(
+            "the model is causal" if probe.is_causal else "pass causal=False if the model is an encoder"
+        )
+    kept = probe.kept(stream)
+    last = torch.arange(stream.length, device=kept.device) == (kept.sum(1, keepdim=True) - 1)
+    if int(kept.sum(1).max()) < 2:
+        raise NotApplicable("no example has two tokens")
+    for where, word, others in (
+        (last, "last", "earlier"),
+        (last.flip(1) & False | _first(kept), "first", "later"),
+    ):
+        output = probe.output({stream.name: probe.changed(stream, where)})
+        change = _by_token(probe, output, kept & ~where)
+        if float(change.max()) <= probe.tolerance:
+            yield Evidence(
+                f"the {word} token changes no output of {others} tokens",
+                value=float(change.max()),
+                threshold=probe.tolerance,
+                advice=ENCODER,
+            )
+
+
+def _reads_source(probe: Probe) -> Iterator[Evidence]:
+    sources = [x for x in probe.streams[:-1] if x.is_sequence or not x.is_tokens]
+    if not sources or probe.aligned is None:
+        raise NotApplicable("the inputs of the encoder are not known")
+    for stream in sources:
+        kept = probe.kept(stream)
+        last = torch.arange(kept.shape[1], device=kept.device) == (kept.sum(1, keepdim=True) - 1)
+        where = last if stream.is_sequence else torch.ones(len(kept), dtype=torch.bool, device=kept.device)
+        output = probe.output({stream.name: probe.changed(stream, where)})
+        change = probe.differences(output, probe.reference)[:, 0].flatten(1).amax(1)
+        if float(change.max()) <= probe.tolerance:
+            what = f"the last token of {stream.name}" if stream.is_sequence else stream.name
+            yield Evidence(
+                f"{what} does not change the first output of the decoder",
+                value=float(change.max()),
+                threshold=probe.tolerance,
+                advice="let each position of the decoder attend to the whole output of the encoder",
+            )
+
+
+@contract("behaviour", "masked and padded tokens change nothing")
+def padding(probe: Probe) -> Iterator[Evidence]:
+    """Change masked tokens, also with a mask that hides the first tokens; then append masked tokens."""
+    streams = [x for x in probe.streams if x.is_sequence and _mask_name(probe, x)]
+    if not streams:
+        raise NotApplicable("the batch has no mask of tokens, such as attention_mask")
+    for stream in streams:
+        name = _mask_name(probe, stream)
+        assert name is not None  # noqa: S101 chosen above
+        kept = probe.kept(stream)
+        tried = []
+        if not bool(kept.all()):
+            tried.append(("masked tokens", kept))
+        places = torch.arange(stream.length, device=kept.device)
+        count = max(1, stream.length // 4)
+        if stream.length > 2:
+            # the other side, too: behind a causal mask, later tokens tell nothing
+            tried += [(f"the first {count} tokens, masked,", kept & (places >= count))]
+            if bool(kept.all()):
+                tried += [(f"the last {count} tokens, masked,", kept & (places < stream.length - count))]
+        for what, mask in tried:
+            if not bool(mask.any(1).all()):
+                continue
+            yield from _ignores(probe, stream, name, mask, what)
+        yield from _ignores_more(probe, stream, name)
+
+
+def _ignores(probe: Probe, stream: Stream, name: str, kept: Tensor, what: str) -> Iterator[Evidence]:
+    mask = {name: probe.batch.as_mask(name, kept)}
+    before = probe.output(mask)
+    after = probe.output(mask | {stream.name: probe.changed(stream, ~kept)})
+    change = _where_kept(probe, stream, probe.differences(after, before), kept)
+    size = float(change.max()) if change.numel() else 0.0
+    if size > probe.tolerance:
+        text = f"{what} of {stream.name} change other outputs by {_percent(size)}"
+        yield Evidence(text, value=size, threshold=probe.tolerance, advice=MASK)
+
+
+def _ignores_more(probe: Probe, stream: Stream, name: str) -> Iterator[Evidence]:
+    """Append masked tokens."""
+    kept = probe.kept(stream)
+    aligned = probe.aligned
+    # other inputs of these positions would have to grow, too
+    fixed = [n for n, x in probe.batch.tensors.items() if n not in {stream.name, name, probe.batch.labels}]
+    if any(probe.batch.tensors[n].shape[1:2] == kept.shape[1:] for n in fixed) or not stream.is_tokens:
+        return
+    more = 2
+    x = torch.cat([stream.tensor, stream.tensor[:, :more]], 1)
+    wider = torch.cat([kept, torch.zeros_like(kept[:, :more])], 1)
+    changes = {stream.name: x, name: probe.batch.as_mask(name, wider)}
+    if probe.batch.labels is not None and aligned is not None and aligned.name == stream.name:
+        labels = probe.batch.tensors[probe.batch.labels]
+        if labels.shape[:2] == kept.shape:
+            changes[probe.batch.labels] = torch.cat([labels, labels[:, :more]], 1)
+    try:
+        output = probe.output(changes)
+    except NotApplicable:
+        # a model for sequences of one length
+        return
+    if aligned is not None and aligned.name == stream.name:
+        output = output[:, : stream.length]
+    if output.shape != probe.reference.shape:
+        return
+    change = _where_kept(probe, stream, probe.differences(output, probe.reference), kept)
+    size = float(change.max()) if change.numel() else 0.0
+    if size > probe.tolerance:
+        text = (
+            f"{more} more masked tokens at the end of {stream.name} change other outputs by {_percent(size)}"
+        )
+        yield Evidence(text, value=size, threshold=probe.tolerance, advice=MASK)
+
+
+@contract("behaviour", "examples of a batch do not change each other")
+def examples(probe: Probe) -> Iterator[Evidence]:
+    """Change all examples but the first, in evaluation mode and, with BatchNorm apart, in training mode."""
+    streams = [x for x in probe.streams if len(x.tensor) > 1]
+    if not streams or probe.reference.dim() == 0 or len(streams[-1].tensor) != len(probe.reference):
+        raise NotApplicable("the batch has one example, or the output has no dimension of examples")
+    rows = len(probe.reference)
+    others = torch.arange(rows) > 0
+    changes = {
+        x.name: probe.changed(x, others.view(-1, 1).expand(x.tensor.shape[:2]) if x.is_tokens else others)
+        for x in streams
+        if len(x.tensor) == rows
+    }
+    for training in (False, True):
+        before = probe.output(training=training) if training else probe.reference
+        after = probe.output(changes, training=training)
+        change = probe.differences(after[:1], before[:1])
+        size = float(change.max()) if change.numel() else 0.0
+        if size > probe.tolerance:
+            mode = "training" if training else "evaluation"
+            text = f"in {mode} mode, other examples change the output of example 0 by {_percent(size)}"
+            yield Evidence(text, value=size, threshold=probe.tolerance, advice=EXAMPLES)
+            return
+
+
+# details
+
+
+def _aligned(probe: Probe) -> Stream:
+    stream = probe.aligned
+    if stream is None:
+        raise NotApplicable("the output has no dimension that is the length of an input")
+    return stream
+
+
+def _places(count: int) -> list[int]:
+    """Return up to `_MOST` positions below ``count``, evenly spaced, with the first and the last."""
+    most = min(count, _MOST)
+    return sorted({round(i * (count - 1) / max(most - 1, 1)) for i in range(most)})
+
+
+def _first(kept: Tensor) -> Tensor:
+    return kept & (kept.cumsum(1) == 1)
+
+
+def _by_token(probe: Probe, output: Tensor, where: Tensor) -> Tensor:
+    """Return the largest change of the output of each token, ``(B, T)``; 0 elsewhere."""
+    change = probe.differences(output, probe.reference).flatten(2).amax(2)
+    return torch.where(where, change, 0.0)
+
+
+def _where_kept(probe: Probe, stream: Stream, change: Tensor, kept: Tensor) -> Tensor:
+    """Return the changes at the tokens that are kept, if the output has positions; otherwise all."""
+    aligned = probe.aligned
+    if aligned is None:
+        return change
+    if aligned.name == stream.name:
+        return change[kept]
+    return change[probe.kept(aligned)]
+
+
+def _mask_name(probe: Probe, stream: Stream) -> str | None:
+    if stream.mask is not None:
+        return stream.mask
+    # that of the encoder, or of the only sequence
+    name = "attention_mask"
+    is_first = stream.name == "input_ids"
+    return name if is_first and stream.is_tokens and probe.batch.takes(name) else None
+
+
+def _cause(probe: Probe, stream: Stream, row: int, place: int, cut: int) -> tuple[int, float]:
+    """Return the first later token that alone changes an output, and by how much."""
+    kept = probe.kept(stream)
+    best = (cut + 1, 0.0)
+    for source in range(place + 1, min(stream.length, place + 1 + 2 * _MOST)):
+        where = torch.zeros_like(kept)
+        where[row, source] = True
+        output = probe.output({stream.name: probe.changed(stream, where)})
+        size = float(_by_token(probe, output, kept)[row, place])
+        if size > probe.tolerance:
+            return source, size
+        best = max(best, (source, size), key=lambda pair: pair[1])
+    return best
+
+
+def _argmax(x: Tensor) -> tuple[int, int]:
+    place = int(x.argmax())
+    return place // x.shape[1], place % x.shape[1]
+
+
+def _percent(size: float) -> str:
+    """Return a share of the output's rms as text."""
+    return f"{100 * size:.2g} % of the rms of the outputs"
