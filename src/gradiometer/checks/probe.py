@@ -168,6 +168,11 @@ class Probe:
                 raise NotApplicable("the model returns no loss; pass loss=, a function of model and batch")
             return found
 
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module of the model as in evaluation mode, without a graph."""
+        with self._settings(training=False), torch.no_grad():
+            return module(*args, **kwargs)
+
     def captured(
         self, modules: Iterable[nn.Module], changes: Mapping[str, Any] | None = None
     ) -> dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]]:
