@@ -116,7 +116,8 @@ def _blind_layers(probe: Probe, stream: Stream) -> Iterator[Evidence]:
     if len(layers) < 2 or found is None or not stream.is_sequence:
         return
     (i, j), _ = found
-    blind, seeing = [], []
+    blind: list[str] = []
+    seeing: list[str] = []
     calls = probe.captured(layers)
     for layer in layers:
         if layer not in calls:
@@ -144,11 +145,8 @@ def _blind_layers(probe: Probe, stream: Stream) -> Iterator[Evidence]:
 
 def _not_relative(probe: Probe, stream: Stream) -> Iterator[Evidence]:
     """Shift all positions: rotary ones are relative, so nothing should change."""
-    names = [name for name in probe.names.values() if name] + [type(x).__name__ for x in probe.names]
-    attributes = {name for x in probe.names for name, value in vars(x).items() if value is True}
-    is_rotary = any(_ROTARY.search(name) for name in [*names, *attributes])
     learned = [name for name, _ in probe.model.named_parameters() if _LEARNED.search(name)]
-    if not is_rotary or learned or not stream.is_tokens or probe.aligned != stream or stream.length < 3:
+    if not _rotary(probe) or learned or not stream.is_tokens or probe.aligned != stream or stream.length < 3:
         return
     count = 3
     shifted, other = _shifted(probe, stream, count)
@@ -185,11 +183,25 @@ def _shifted(probe: Probe, stream: Stream, count: int) -> tuple[Tensor | None, T
 
 def _known_positions(probe: Probe) -> str:
     """Return what tells that a model has positions, as text; empty if nothing does."""
-    for name in [name for name, _ in probe.model.named_parameters()] + list(probe.names.values()):
-        if _POSITIONS.search(name):
-            return name
+    names = [*(name for name, _ in probe.model.named_parameters()), *probe.names.values()]
+    found = next((name for name in names if _POSITIONS.search(name)), "") or _rotary(probe)
+    if found:
+        return found
     attribute = "max_position_embeddings"
     return f"config.{attribute}" if getattr(probe.config, attribute, None) else ""
+
+
+def _rotary(probe: Probe) -> str:
+    """Return the name of a module or the attribute that says that positions are rotary; empty without."""
+    for module, name in probe.names.items():
+        if _ROTARY.search(name) or _ROTARY.search(type(module).__name__):
+            return name or type(module).__name__
+        switch = next(
+            (key for key, value in vars(module).items() if value is True and _ROTARY.search(key)), ""
+        )
+        if switch:
+            return f"{name}.{switch}"
+    return ""
 
 
 def _layers(probe: Probe, stream: Stream) -> list[nn.Module]:

@@ -181,27 +181,32 @@ def _ignores_more(probe: Probe, stream: Stream, name: str) -> Iterator[Evidence]
 
 @contract("behaviour", "examples of a batch do not change each other")
 def examples(probe: Probe) -> Iterator[Evidence]:
-    """Change all examples but the first, in evaluation mode and, with BatchNorm apart, in training mode."""
+    """Change all examples but the first, or the last, in both modes; BatchNorm stays in evaluation mode."""
     streams = [x for x in probe.streams if len(x.tensor) > 1]
     if not streams or probe.reference.dim() == 0 or len(streams[-1].tensor) != len(probe.reference):
         raise NotApplicable("the batch has one example, or the output has no dimension of examples")
     rows = len(probe.reference)
-    others = torch.arange(rows) > 0
-    changes = {
-        x.name: probe.changed(x, others.view(-1, 1).expand(x.tensor.shape[:2]) if x.is_tokens else others)
-        for x in streams
-        if len(x.tensor) == rows
-    }
     for training in (False, True):
         before = probe.output(training=training) if training else probe.reference
-        after = probe.output(changes, training=training)
-        change = probe.differences(after[:1], before[:1])
-        size = float(change.max()) if change.numel() else 0.0
-        if size > probe.tolerance:
-            mode = "training" if training else "evaluation"
-            text = f"in {mode} mode, other examples change the output of example 0 by {_percent(size)}"
-            yield Evidence(text, value=size, threshold=probe.tolerance, advice=EXAMPLES)
-            return
+        # behind a causal mask over examples, the first one does not see the others
+        for row in (0, rows - 1):
+            others = torch.arange(rows) != row
+            changes = {
+                x.name: probe.changed(
+                    x, others.view(-1, 1).expand(x.tensor.shape[:2]) if x.is_tokens else others
+                )
+                for x in streams
+                if len(x.tensor) == rows
+            }
+            change = probe.differences(probe.output(changes, training=training)[row], before[row])
+            size = float(change.max()) if change.numel() else 0.0
+            if size > probe.tolerance:
+                mode = "training" if training else "evaluation"
+                text = (
+                    f"in {mode} mode, other examples change the output of example {row} by {_percent(size)}"
+                )
+                yield Evidence(text, value=size, threshold=probe.tolerance, advice=EXAMPLES)
+                return
 
 
 # details
