@@ -428,7 +428,7 @@ def test_an_error_ends_the_watching_and_not_the_training(caplog, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("out\nof memory")
 
-    monkeypatch.setattr("gradiometer.integrations.loop.collect_part", fail)
+    monkeypatch.setattr("gradiometer.integrations.training_loop.collect_part", fail)
     for step in range(2):
         x, y = batch(step)
         LOSS(model(x), y).backward()

@@ -25,7 +25,7 @@ SOURCE = str(Path(gm.__file__).parent)
 NAMES = (
     "monitor/monitor monitor/current_step monitor/pipeline monitor/ring_reader monitor/monitored_run "
     "monitor/failures monitor/dispatcher recorder/recorder recorder/updates recorder/exponent_stores "
-    "recorder/settings integrations/loop"
+    "recorder/settings integrations/training_loop"
 )
 FILES = tuple(f"{SOURCE}/{name}.py" for name in NAMES.split())
 

@@ -14,7 +14,7 @@ from gradiometer.stats import outside_of_a_graph
 from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -29,7 +29,7 @@ def check_model(
     *,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     causal: bool | None = None,
     pretrained: bool | None = None,
     only: Iterable[str] = (),
@@ -57,7 +57,7 @@ def check_model(
         forward: a function of the model and a batch that returns the output, logits ``(B, T, C)`` or
             ``(B, C)``. It gets batches like the given one with other tokens, values or masks.
         loss: a function of the model and the batch that returns the loss, 0-d with its graph.
-        optimizer: the optimizer, whose parameters are compared with those of the model.
+        optimizer: the optimizer, or several, whose parameters are compared with those of the model.
         causal: whether no output may depend on later inputs. By default the config tells, or labels that are
             the next tokens.
         pretrained: whether weights have been trained, so that contracts of initialization do not apply. By

@@ -15,7 +15,7 @@ from gradiometer.checks.report import NotApplicable
 from gradiometer.inputs import is_dtensor, unwrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.optim import Optimizer
 
@@ -32,7 +32,7 @@ class Probe:
     Attributes:
         model: the model, without wrappers of data parallelism and compilation.
         batch: the `Batch`.
-        optimizer: the optimizer, or None.
+        optimizer: the optimizer, several, or None.
         is_sharded: whether parameters are DTensors or FSDP's flat ones, so that the model cannot be run here.
         dtype: the dtype in which outputs are compared.
     """
@@ -43,7 +43,7 @@ class Probe:
         batch: Any,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         causal: bool | None = None,  # noqa: FBT001 keyword arguments of check_model
         pretrained: bool | None = None,  # noqa: FBT001
     ) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from gradiometer import distributed
 from gradiometer.inputs import is_dtensor, named_parameters
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ def whole(value: Tensor) -> Tensor:
     """Return a scalar without its graph; a DTensor is reduced to its full value."""
     value = value.detach()
     return value.full_tensor() if is_dtensor(type(value)) else value  # type: ignore[attr-defined]
+
+
+def is_first() -> bool:
+    """Return whether this process is the first rank of its job, which logs for all."""
+    return not distributed.is_active() or distributed.ranks_of(distributed.group_of(None))[0] == 0
 
 
 class Watching:

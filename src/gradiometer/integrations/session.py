@@ -19,7 +19,8 @@ from gradiometer.distributed import RankError
 from gradiometer.inputs import is_dtensor, named_parameters
 from gradiometer.integrations.backward_passes import BackwardPasses
 from gradiometer.integrations.clipping import ClippedGradients, observe
-from gradiometer.integrations.frameworks import measurable, whole
+from gradiometer.integrations.frameworks import is_first, measurable, whole
+from gradiometer.integrations.model_check import with_contracts
 from gradiometer.integrations.step_order import OrderOfSteps, Scaling
 from gradiometer.monitor import Monitor, raise_of_handlers
 from gradiometer.recorder import Driver, LoopFacts
@@ -77,7 +78,7 @@ class Session:
 
     def __init__(self, caller: str, options: Mapping[str, Any], logger: logging.Logger = _LOG) -> None:
         # report a misspelt option here, not when training begins
-        inspect.signature(Monitor).bind(None, **options)
+        inspect.signature(Monitor).bind(None, **{name: x for name, x in options.items() if name != "check"})
         self.monitor: Monitor | None = None
         self.running = False
         self._caller, self._logger = caller, logger
@@ -116,6 +117,7 @@ class Session:
             known = tuple([getattr(each, "optimizer", each) for each in optimizers])
             held = known if all([isinstance(each, Optimizer) for each in known]) else ()
             options = {"states": STATES, **self._options} if held else self._options | {"states": None}
+            options = with_contracts(options, model, held)
             self.monitor = Monitor(measurable(model), **options, optimizer=held or None)
             self.running = True
             names, parameters = named_parameters(model, self._caller)
@@ -393,8 +395,3 @@ def _description(failure: Exception | None) -> tuple[str, bool]:
     if isinstance(failure, RankError):
         return str(failure), True
     return f"{type(failure).__name__}: {failure}", False
-
-
-def is_first() -> bool:
-    """Return whether this process is the first rank of its job, which logs for all."""
-    return not distributed.is_active() or distributed.ranks_of(distributed.group_of(None))[0] == 0

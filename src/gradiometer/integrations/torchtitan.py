@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.inputs import is_dtensor
-from gradiometer.integrations.frameworks import Watching
-from gradiometer.integrations.session import Session, is_first, while_running
+from gradiometer.integrations.frameworks import Watching, is_first
+from gradiometer.integrations.session import Session, while_running
 from gradiometer.stats import Taps
 
 if TYPE_CHECKING:
