@@ -5,8 +5,20 @@ with changed inputs, in float64 where it has that. Contracts are functions of a 
 its name. Everything that was changed is restored. Nothing here knows runs, sinks or trainers.
 """
 
-from gradiometer.checks import order, sequence
+from gradiometer.checks import buffers, cache, configuration, modes, order, sequence
 from gradiometer.checks.check_model import check_model
 from gradiometer.checks.report import ContractResult, Evidence, ModelReport, Status
 
-__all__ = ["ContractResult", "Evidence", "ModelReport", "Status", "check_model", "order", "sequence"]
+__all__ = [
+    "ContractResult",
+    "Evidence",
+    "ModelReport",
+    "Status",
+    "buffers",
+    "cache",
+    "check_model",
+    "configuration",
+    "modes",
+    "order",
+    "sequence",
+]

@@ -54,6 +54,8 @@ class Probe:
         parameters = list(self.model.parameters())
         self.is_sharded = any(is_dtensor(type(p)) or type(p).__name__ == "FlatParameter" for p in parameters)
         self.names = {module: name for name, module in self.model.named_modules()}
+        # as they were given
+        self.modes = {module: module.training for module in self.names}
         self.dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
         # of what is used instead of the batch's own tensors, such as the inputs of a decoder
         self._defaults: dict[str, Any] = {}
@@ -96,7 +98,9 @@ class Probe:
             except Exception:  # noqa: BLE001 operators without this dtype, or layers that are not registered
                 self.dtype = previous
             else:
-                if output is not None and output.shape == native.shape:
+                # the lowest number of float64, as a mask, is -inf in a softmax in float32
+                same = output is not None and output.shape == native.shape
+                if output is not None and same and torch.equal(output.isfinite(), native.isfinite()):
                     self._output, self._stored = output.detach(), stored
                     return
                 self.dtype = previous

@@ -1,0 +1,354 @@
+"""The contract of the configuration: modules, sizes and batch agree with the config and with one another."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from math import isclose
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from gradiometer.checks.contract import contract
+from gradiometer.checks.made_again import differences, roots
+from gradiometer.checks.probe import DROPOUTS
+from gradiometer.checks.report import Evidence, NotApplicable
+from gradiometer.checks.siblings import Siblings, odd_one, siblings
+from gradiometer.rules import Severity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gradiometer.checks.probe import Probe
+
+EPS: Final = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps")
+_LAYERS: Final = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers")
+_WORDS: Final = ("vocab_size", "vocabulary_size", "n_vocab", "num_embeddings")
+_POSITIONS: Final = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "max_length")
+# what layers that are made alike have in common; other attributes may follow a pattern
+_COMMON: Final = re.compile(
+    r"^(eps|epsilon|variance_epsilon|p|batch_first|norm_first|approximate|negative_slope|activation|num_heads|"
+    r"n_heads?|head_dim|n_kv_heads|is_causal|causal|is_decoder|scale|scaling|.*dropout.*)$"
+)
+# classes of which siblings have the same one
+_KINDS: Final = (
+    re.compile(r"elu|silu|swish|mish|tanh|sigmoid|activation", re.IGNORECASE),
+    re.compile(r"Norm"),
+)
+# of two layers, either may be the one that is meant
+_ALWAYS: Final = re.compile(
+    r"^(eps|epsilon|variance_epsilon|is_causal|causal|batch_first|norm_first|head_dim)$"
+)
+
+
+@contract(
+    "configuration", "modules agree with the config, with their siblings and with the batch", is_static=True
+)
+def configuration(probe: Probe) -> Iterator[Evidence]:
+    """Make the model's modules once more from its config, without values, and compare their attributes."""
+    made = [] if probe.is_sharded else roots(probe.model)
+    for path, module, again in made:
+        yield from differences(path, module, again)
+    groups = siblings(probe.model)
+    config = _values(getattr(probe.model, "config", None))
+    norms = list(_norms(probe.model))
+    if not (made or groups or config or norms or probe.batch.labels):
+        raise NotApplicable("the model has neither a config nor layers that are made alike")
+    for group in siblings(probe.model, equal_shapes=True):
+        if not any(
+            group.path == path or group.path.startswith(f"{path}." if path else "") for path, _, _ in made
+        ):
+            yield from _odd_layers(group)
+    for group in groups:
+        yield from _frozen_in_part(group)
+    yield from _frozen_halves(probe.model, groups)
+    if not made:
+        yield from _against(config, probe)
+    yield from _extremes(probe.model)
+    if not probe.is_sharded:
+        yield from _batch(probe, config)
+
+
+# siblings
+
+
+def _odd_layers(group: Siblings) -> Iterator[Evidence]:
+    """Compare attributes of modules at the same place in each layer."""
+    for path, modules in group.inside():
+        names = [type(x).__name__ for x in modules]
+        if len(set(names)) > 1:
+            index = odd_one(names)
+            if index is not None and any(all(map(kind.search, names)) for kind in _KINDS):
+                yield _odd(group, index, path, "class", names, Severity.WARNING)
+            continue
+        for key in vars(modules[0]):
+            values = [vars(x).get(key) for x in modules]
+            if not _COMMON.match(key) or not all(isinstance(x, bool | int | float | str) for x in values):
+                continue
+            if key == "p" and not isinstance(modules[0], DROPOUTS):
+                continue
+            index = odd_one(values)
+            if index is not None:
+                # rates may differ in the first or the last layer
+                at_end = index in {0, len(values) - 1} and not _ALWAYS.match(key)
+                severity = Severity.INFO if at_end and _is_dropout(modules[0], key) else Severity.WARNING
+                if len(values) == 2 and not _ALWAYS.match(key):
+                    severity = Severity.INFO
+                yield _odd(group, index, path, key, values, severity)
+        for key, value in modules[0].named_buffers(recurse=False):
+            if key.endswith("inv_freq") and value is not None and value.device.type != "meta":
+                rows = [x._buffers.get(key) for x in modules]  # noqa: SLF001
+                texts = [str(x.tolist()) if isinstance(x, torch.Tensor) else "" for x in rows]
+                index = odd_one(texts)
+                if index is not None:
+                    name = group.name(index, f"{path}.{key}".lstrip("."))
+                    yield Evidence(
+                        f"{name} differs from that of the other layers",
+                        name,
+                        advice="give the rotary positions of all layers the same base and head size",
+                    )
+
+
+def _odd(group: Siblings, index: int, path: str, key: str, values: list[Any], severity: Severity) -> Evidence:
+    name, other = group.name(index, path), 0 if index else 1
+    return Evidence(
+        f"{name}: {key} is {_text(values[index])}, but {_text(values[other])} in {group.name(other, path)}"
+        + (" and the other layers" if len(values) > 2 else ""),
+        name,
+        _number(values[index]),
+        _number(values[other]),
+        "make the layers alike, unless they differ on purpose",
+        severity,
+    )
+
+
+def _frozen_in_part(group: Siblings) -> Iterator[Evidence]:
+    """Find parameters that are frozen, while most others of the layer are trained, and those of siblings."""
+    tables = [dict(layer.named_parameters()) for layer in group.layers]
+    trained = [{name for name, p in table.items() if p.requires_grad} for table in tables]
+    for index, table in enumerate(tables):
+        frozen = [name for name in table if name not in trained[index]]
+        if not frozen or 2 * len(frozen) >= len(table):
+            continue
+        for name in frozen:
+            if any(name in other for other in trained):
+                full = group.name(index, name)
+                yield Evidence(
+                    f"{full} is frozen, while the rest of its layer and the same parameter of others "
+                    "are trained",
+                    full,
+                    advice="set requires_grad to True, or freeze the whole layer or all such parameters",
+                )
+
+
+def _frozen_halves(model: nn.Module, groups: list[Siblings]) -> Iterator[Evidence]:
+    """Find modules of a model that is mostly trained of which only one of several parameters is frozen."""
+    every = dict(model.named_parameters())
+    frozen = [name for name, p in every.items() if not p.requires_grad]
+    if not frozen or 4 * len(frozen) >= len(every):
+        return
+    layers = {group.name(i) for group in groups for i in range(len(group.layers))}
+    for name in frozen:
+        path, _, own = name.rpartition(".")
+        if any(name.startswith(f"{layer}.") for layer in layers):
+            continue
+        module = model.get_submodule(path)
+        others = [key for key, p in module.named_parameters(recurse=False) if p.requires_grad]
+        if others and path:
+            yield Evidence(
+                f"{name} is frozen, while {others[0]} of the same module is trained",
+                name,
+                advice=f"set requires_grad of {own} to True, or freeze the whole module",
+            )
+        elif every[name].dim() == 1:
+            yield Evidence(
+                f"{name} is frozen, while most of the model is trained",
+                name,
+                advice="set requires_grad to True, unless it is frozen on purpose",
+                severity=Severity.INFO,
+            )
+
+
+# a config that no class is known for
+
+
+def _against(config: dict[str, Any], probe: Probe) -> Iterator[Evidence]:
+    """Compare modules with values of a config by their names: eps, rates of dropout, layers and words."""
+    eps = {
+        key: x for key, x in config.items() if re.search(r"(^|_|\.)eps(ilon)?$", key) and isinstance(x, float)
+    }
+    if eps:
+        for name, module, value in _norms(probe.model):
+            batch_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001
+            if not batch_norm and not any(isclose(value, x) for x in eps.values()):
+                key, wanted = next(iter(eps.items()))
+                yield _against_one(name, "eps", value, key, wanted)
+    rates = {
+        key: float(x)
+        for key, x in config.items()
+        if "drop" in key and "path" not in key and isinstance(x, int | float) and not isinstance(x, bool)
+    }
+    if rates:
+        for name, module in probe.model.named_modules():
+            known = [*rates.values(), 0.0] if len(rates) > 1 else list(rates.values())
+            if isinstance(module, DROPOUTS) and not any(isclose(module.p, x) for x in known):
+                key, wanted = next(iter(rates.items()))
+                yield _against_one(name, "p", module.p, key, wanted)
+    lists = [
+        (name, x) for name, x in probe.model.named_modules() if isinstance(x, nn.ModuleList) and len(x) > 1
+    ]
+    depths = {key: config[key] for key in _LAYERS if isinstance(config.get(key), int)}
+    if depths and len(lists) == 1 and len(lists[0][1]) not in depths.values():
+        key, wanted = next(iter(depths.items()))
+        yield _against_one(lists[0][0], "length", len(lists[0][1]), key, wanted)
+    words = next((key for key in _WORDS if isinstance(config.get(key), int)), None)
+    tables = [(n, x.num_embeddings) for n, x in probe.model.named_modules() if isinstance(x, nn.Embedding)]
+    name, rows = max(tables, key=lambda x: x[1], default=("", 0))
+    if words is not None and 0 < rows < config[words]:
+        yield _against_one(name, "num_embeddings", rows, words, config[words])
+
+
+def _against_one(name: str, what: str, value: float, key: str, wanted: float) -> Evidence:
+    return Evidence(
+        f"{name}: {what} is {_text(value)}, but config.{key} is {_text(wanted)}",
+        name,
+        float(value),
+        float(wanted),
+        "make the module from the config, or change the config",
+    )
+
+
+def _extremes(model: nn.Module) -> Iterator[Evidence]:
+    """Find values that no model is meant to have: an eps as large as a variance, dropout of everything."""
+    for name, _, value in _norms(model):
+        if not 0 <= value <= 0.01:
+            yield Evidence(
+                f"{name}: eps is {_text(value)}", name, value, 0.01, "use an eps from 1e-12 to 1e-3"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, DROPOUTS) and module.p >= 0.95:
+            text = f"{name}: p is {_text(module.p)}, which drops nearly everything"
+            yield Evidence(
+                text, name, module.p, 0.95, "p is the share that is dropped, not the one that is kept"
+            )
+
+
+# the batch
+
+
+def _batch(probe: Probe, config: dict[str, Any]) -> Iterator[Evidence]:
+    key = next((key for key in _POSITIONS[:2] if isinstance(config.get(key), int)), None)
+    stream = probe.aligned
+    if key is not None and stream is not None and stream.is_tokens and 0 < config[key] < stream.length:
+        yield Evidence(
+            f"{stream.name} has {stream.length} tokens, but config.{key} is {config[key]}",
+            value=stream.length,
+            threshold=config[key],
+            advice="truncate the sequences, or make a model of more positions",
+            severity=Severity.INFO if _is_stretched(probe) else Severity.WARNING,
+        )
+    yield from _labels(probe)
+    yield from _padding_rows(probe)
+
+
+def _labels(probe: Probe) -> Iterator[Evidence]:
+    name = probe.batch.labels
+    labels = None if name is None else probe.batch.tensors[name]
+    if labels is None or labels.is_floating_point() or labels.is_complex() or labels.numel() == 0:
+        return
+    if labels.dtype != torch.bool and bool((labels == -100).all()):
+        yield Evidence(f"all of {name} are -100, which losses ignore", advice="pass a batch that has labels")
+        return
+    shape, classes = probe.reference.shape, probe.reference.shape[-1] if probe.reference.dim() > 1 else 0
+    # one class of each output
+    if classes > 1 and labels.shape == shape[:-1] and int(labels.max()) >= classes:
+        yield Evidence(
+            f"the largest of {name} is {int(labels.max())}, but the output has {classes} classes",
+            value=int(labels.max()),
+            threshold=classes - 1,
+            advice="labels are from 0 to the number of classes minus 1: set num_labels or vocab_size",
+        )
+
+
+def _padding_rows(probe: Probe) -> Iterator[Evidence]:
+    """Compare the row of an embedding that is not trained with the tokens that the mask leaves out."""
+    streams = [x for x in probe.streams if x.is_tokens and x.is_sequence]
+    tables = {
+        m: name
+        for name, m in probe.model.named_modules()
+        if isinstance(m, nn.Embedding) and m.padding_idx is not None
+    }
+    if not streams or not tables:
+        return
+    for module, (args, _, _) in probe.captured(tables).items():
+        stream = next((x for x in streams if args and _equal(args[0], x.tensor)), None)
+        if stream is None or not isinstance(module, nn.Embedding):
+            continue
+        kept = probe.kept(stream)
+        pads, used = stream.tensor[~kept].unique().tolist(), stream.tensor[kept]
+        count = int(used.eq(module.padding_idx or 0).sum())
+        if pads and module.padding_idx not in pads and count:
+            name = tables[module]
+            yield Evidence(
+                f"{name}: padding_idx is {module.padding_idx}, which {count} tokens of {stream.name} "
+                f"are, but padded tokens are {pads[0]}",
+                name,
+                value=count,
+                advice="use the number of the padding token: the row of padding_idx gets no gradient",
+            )
+
+
+# details
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """Return the plain values of a config, a mapping or an object with attributes, also of nested ones."""
+    if config is None or inspect.isclass(config) or callable(config):
+        return {}
+    items = config.items() if isinstance(config, Mapping) else getattr(config, "__dict__", {}).items()
+    found = {}
+    for key, x in items:
+        if isinstance(x, bool | int | float | str):
+            found[str(key)] = x
+        elif hasattr(x, "model_type"):
+            # those of an encoder and a decoder, such as text_config
+            found |= {f"{key}.{inner}": value for inner, value in _values(x).items()}
+    for alias, key in (getattr(config, "attribute_map", None) or {}).items():
+        if key in found:
+            found.setdefault(alias, found[key])
+    return found
+
+
+def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module, float]]:
+    """Return each norm with its eps."""
+    for name, module in model.named_modules():
+        if "norm" in type(module).__name__.lower():
+            value = next((vars(module)[key] for key in EPS if isinstance(vars(module).get(key), float)), None)
+            if value is not None:
+                yield name, module, value
+
+
+def _is_dropout(module: nn.Module, key: str) -> bool:
+    return isinstance(module, DROPOUTS) or "dropout" in key
+
+
+def _is_stretched(probe: Probe) -> bool:
+    """Return whether rotary positions are scaled for sequences of other lengths."""
+    config = getattr(probe.model, "config", None)
+    kinds = [getattr(config, key, None) for key in ("rope_parameters", "rope_scaling")]
+    names = [x.get("rope_type", x.get("type")) for x in kinds if isinstance(x, Mapping)]
+    return any(name not in {None, "default"} for name in names)
+
+
+def _equal(a: Any, b: torch.Tensor) -> bool:
+    return isinstance(a, torch.Tensor) and a.shape == b.shape and bool((a == b).all())
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

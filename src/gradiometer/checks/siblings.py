@@ -1,0 +1,81 @@
+"""Layers of the same class in one list: what one of them has, the others have, too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Sequence
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """Layers of one list that are of one class.
+
+    Attributes:
+        path: the name of the list.
+        places: the place of each layer in the list.
+        layers: two or more modules that have modules inside.
+    """
+
+    path: str
+    places: tuple[int, ...]
+    layers: tuple[nn.Module, ...]
+
+    def name(self, index: int, inside: str = "") -> str:
+        """Return the full name of a module or parameter inside one of the layers."""
+        return ".".join(x for x in (self.path, str(self.places[index]), inside) if x)
+
+    def inside(self) -> Iterator[tuple[str, list[nn.Module]]]:
+        """Return each path inside the layers that all of them have, with the module of each layer."""
+        tables = [dict(layer.named_modules()) for layer in self.layers]
+        for path in tables[0]:
+            found = [table[path] for table in tables if path in table]
+            if len(found) == len(tables):
+                yield path, found
+
+
+def siblings(model: nn.Module, *, equal_shapes: bool = False) -> list[Siblings]:
+    """Return the layers of each list that have the same class.
+
+    Args:
+        model: the model.
+        equal_shapes: whether they also have parameters of the same names and shapes.
+    """
+    found = []
+    for path, container in model.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential):
+            continue
+        groups: dict[Any, list[int]] = {}
+        children = list(container)
+        for place, child in enumerate(children):
+            if child._modules:  # noqa: SLF001 leaves of a Sequential differ on purpose
+                shapes = tuple(
+                    [(name, p.shape) for name, p in child.named_parameters()] if equal_shapes else ()
+                )
+                groups.setdefault((type(child), shapes), []).append(place)
+        found += [
+            Siblings(path, tuple(places), tuple([children[i] for i in places]))
+            for places in groups.values()
+            if len({id(children[i]) for i in places}) > 1
+        ]
+    return found
+
+
+def odd_one(values: Sequence[Hashable]) -> int | None:
+    """Return the index of the value that differs from all others, which agree; None without.
+
+    Of two different values, it is the second.
+
+    >>> odd_one([1, 1, 2]), odd_one([1, 2, 2]), odd_one([1, 1, 2, 2]), odd_one([1, 2])
+    (2, 0, None, 1)
+    """
+    counts = Counter(values)
+    if len(counts) != 2 or min(counts.values()) > 1:
+        return None
+    rare = counts.most_common()[-1][0]
+    return values.index(rare) if len(values) > 2 else 1
