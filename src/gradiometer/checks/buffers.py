@@ -172,7 +172,7 @@ def _mixed(probe: Probe) -> Iterator[Evidence]:
     """Find parameters of another dtype than the same ones of sibling layers."""
     for group in siblings(probe.model):
         tables = [dict(layer.named_parameters()) for layer in group.layers]
-        for key in tables[0]:
+        for key in [key for key in tables[0] if all(key in table for table in tables)]:
             kinds = [_dtype(table[key]) for table in tables]
             index = odd_one(kinds)
             if index is not None:
