@@ -87,11 +87,13 @@ class Probe:
         for dtype in (torch.float64, torch.float32):
             if dtype.itemsize <= self.dtype.itemsize:
                 break
-            self._copies, previous, self.dtype = self._in(dtype), self.dtype, dtype
+            previous, self.dtype = self.dtype, dtype
             try:
+                self._copies = self._in(dtype)
                 with self._settings(training=False), torch.no_grad():
                     output = self._call({})
-            except Exception:  # noqa: BLE001 operators without this dtype, or layers that are not registered
+            # operators without this dtype, layers that are not registered, no memory for the copies
+            except Exception:  # noqa: BLE001
                 output = None
             if output is not None and output.shape == native.shape:
                 self._output = output.detach()
@@ -261,7 +263,8 @@ class Probe:
             if getattr(config, "is_encoder_decoder", False):
                 return True
             if "CausalLM" in name or "LMHead" in name or getattr(config, "is_decoder", False):
-                return True
+                # XLM's and XLNet's may be encoders
+                return bool(getattr(config, "causal", True)) and getattr(config, "attn_type", "uni") != "bi"
             return False if "MaskedLM" in name or "Image" in name else None
         stream, labels = self.aligned, self.batch.labels
         if stream is None or labels is None or not stream.is_tokens:
