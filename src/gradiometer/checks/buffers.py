@@ -27,19 +27,18 @@ _VALUES: Final = "compute it again, or load the checkpoint again"
 @contract("configuration", "buffers and parameters are finite and of the right dtype and device")
 def buffers(probe: Probe) -> Iterator[Evidence]:
     """Look at the values, dtypes and devices of all buffers and parameters as they were given."""
-    with probe.in_own_dtype():
-        parameters = {n: p for n, p in probe.model.named_parameters() if not p.is_meta}
-        found = dict(probe.model.named_buffers())
-        if not parameters and not found:
-            raise NotApplicable("the model has neither parameters nor buffers")
-        for name, p in parameters.items():
-            yield from _finite(name, p)
-        yield from _devices(parameters)
-        yield from _mixed(probe)
-        dtypes = {p.dtype for p in parameters.values() if _is_usual(p)}
-        devices = {p.device for p in parameters.values()}
-        for name, x in found.items():
-            yield from _buffer(name, x, dtypes, devices)
+    parameters = {n: p for n, p in probe.model.named_parameters() if not p.is_meta}
+    found = dict(probe.model.named_buffers())
+    if not parameters and not found:
+        raise NotApplicable("the model has neither parameters nor buffers")
+    for name, p in parameters.items():
+        yield from _finite(name, p)
+    yield from _devices(parameters)
+    yield from _mixed(probe)
+    dtypes = {p.dtype for p in parameters.values() if _is_usual(p)}
+    devices = {p.device for p in parameters.values()}
+    for name, x in found.items():
+        yield from _buffer(name, x, dtypes, devices)
 
 
 def _buffer(name: str, x: Tensor, dtypes: set[torch.dtype], devices: set[torch.device]) -> Iterator[Evidence]:

@@ -83,6 +83,11 @@ def _compare(
         change = probe.differences(output, full[:, start:end]).flatten(2).amax(2)
         change = torch.where(kept[:, start:end], change, 0.0)
         size = float(change.max())
+        if size > tolerance and not start:
+            given = {name: _slice(probe, stream, name, x, 0, end) for name, x in arguments.items()}
+            alone = _output(_call(probe, given | {"use_cache": False}))
+            if probe.distance(alone[kept[:, :end]], full[:, :end][kept[:, :end]]) > tolerance:
+                raise NotApplicable("earlier outputs depend on later tokens, also without a cache")
         if size > tolerance:
             place = start + int(change.amax(0).argmax())
             how = f"after {start} cached tokens" if start else "with use_cache=True"
