@@ -117,7 +117,7 @@ def _switch(model: nn.Module, named: dict[str, nn.Module]) -> Iterator[Evidence]
     """Call `train` and `eval`, where a class has its own, and look at what they do."""
     if all(_switches(x) for x in named.values()):
         return
-    with kept_state(model, []):
+    with kept_state(model):
         for training, call in ((True, "train"), (False, "eval")):
             getattr(model, call)()
             for name, module in named.items():
