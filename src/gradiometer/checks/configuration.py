@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Mapping
 from math import isclose
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +18,7 @@ from gradiometer.checks.probe import DROPOUTS
 from gradiometer.checks.report import Evidence, NotApplicable
 from gradiometer.checks.siblings import Siblings, odd_one, siblings
 from gradiometer.rules import Severity
+from gradiometer.terminal import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +34,7 @@ _COMMON: Final = re.compile(
     r"^(eps|epsilon|variance_epsilon|p|batch_first|norm_first|approximate|negative_slope|activation|num_heads|"
     r"n_heads?|head_dim|n_kv_heads|is_causal|causal|is_decoder|scale|scaling|.*dropout.*)$"
 )
+_PAIR: Final = ("weight", "bias")
 # classes of which siblings have the same one
 _KINDS: Final = (
     re.compile(r"elu|silu|swish|mish|tanh|sigmoid|activation", re.IGNORECASE),
@@ -54,13 +57,14 @@ def configuration(probe: Probe) -> Iterator[Evidence]:
     groups = siblings(probe.model)
     config = _values(getattr(probe.model, "config", None))
     norms = list(_norms(probe.model))
+    rates = Counter(x.p for x in probe.model.modules() if isinstance(x, DROPOUTS))
     if not (made or groups or config or norms or probe.batch.labels):
         raise NotApplicable("the model has neither a config nor layers that are made alike")
     for group in siblings(probe.model, equal_shapes=True):
         if not any(
             group.path == path or group.path.startswith(f"{path}." if path else "") for path, _, _ in made
         ):
-            yield from _odd_layers(group)
+            yield from _odd_layers(group, rates)
     for group in groups:
         yield from _frozen_in_part(group)
     yield from _frozen_halves(probe.model, groups)
@@ -74,7 +78,7 @@ def configuration(probe: Probe) -> Iterator[Evidence]:
 # siblings
 
 
-def _odd_layers(group: Siblings) -> Iterator[Evidence]:
+def _odd_layers(group: Siblings, rates: Counter[float]) -> Iterator[Evidence]:
     """Compare attributes of modules at the same place in each layer."""
     for path, modules in group.inside():
         names = [type(x).__name__ for x in modules]
@@ -92,11 +96,11 @@ def _odd_layers(group: Siblings) -> Iterator[Evidence]:
             index = odd_one(values)
             if index is not None:
                 # rates may differ in the first or the last layer
-                at_end = index in {0, len(values) - 1} and not _ALWAYS.match(key)
-                severity = Severity.INFO if at_end and _is_dropout(modules[0], key) else Severity.WARNING
-                if len(values) == 2 and not _ALWAYS.match(key):
-                    severity = Severity.INFO
-                yield _odd(group, index, path, key, values, severity)
+                at_end = index in {0, len(values) - 1} and _is_dropout(modules[0], key)
+                noted = (at_end or len(values) == 2) and not (
+                    _ALWAYS.match(key) or _is_alone(key, values, rates)
+                )
+                yield _odd(group, index, path, key, values, Severity.INFO if noted else Severity.WARNING)
         for key, value in modules[0].named_buffers(recurse=False):
             if key.endswith("inv_freq") and value is not None and value.device.type != "meta":
                 rows = [x._buffers.get(key) for x in modules]  # noqa: SLF001
@@ -109,6 +113,12 @@ def _odd_layers(group: Siblings) -> Iterator[Evidence]:
                         name,
                         advice="give the rotary positions of all layers the same base and head size",
                     )
+
+
+def _is_alone(key: str, values: list[Any], rates: Counter[float]) -> bool:
+    """Return whether one layer drops another share than all other modules of the model."""
+    known = [rates[x] for x in set(values)] if key == "p" else []
+    return len(rates) == 2 and 0.0 not in rates and 1 in known and rates.total() > 3
 
 
 def _odd(group: Siblings, index: int, path: str, key: str, values: list[Any], severity: Severity) -> Evidence:
@@ -156,13 +166,14 @@ def _frozen_halves(model: nn.Module, groups: list[Siblings]) -> Iterator[Evidenc
             continue
         module = model.get_submodule(path)
         others = [key for key, p in module.named_parameters(recurse=False) if p.requires_grad]
-        if others and path:
+        # fixed positions may be beside a trained token
+        if own in _PAIR and any(key in _PAIR for key in others):
             yield Evidence(
-                f"{name} is frozen, while {others[0]} of the same module is trained",
+                f"{name} is frozen, while {shortened(others)} of the same module is trained",
                 name,
                 advice=f"set requires_grad of {own} to True, or freeze the whole module",
             )
-        elif every[name].dim() == 1:
+        elif isinstance(module, nn.Linear) or "Norm" in type(module).__name__:
             yield Evidence(
                 f"{name} is frozen, while most of the model is trained",
                 name,

@@ -44,23 +44,27 @@ def siblings(model: nn.Module, *, equal_shapes: bool = False) -> list[Siblings]:
 
     Args:
         model: the model.
-        equal_shapes: whether they also have parameters of the same names and shapes.
+        equal_shapes: whether parameters of the same name also have the same shape.
     """
     found = []
     for path, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
-        groups: dict[Any, list[int]] = {}
+        groups: list[tuple[type, dict[str, Any], list[int]]] = []
         children = list(container)
         for place, child in enumerate(children):
-            if child._modules:  # noqa: SLF001 leaves of a Sequential differ on purpose
-                shapes = tuple(
-                    [(name, p.shape) for name, p in child.named_parameters()] if equal_shapes else ()
-                )
-                groups.setdefault((type(child), shapes), []).append(place)
+            if not child._modules:  # noqa: SLF001 leaves of a Sequential differ on purpose
+                continue
+            shapes = {name: p.shape for name, p in child.named_parameters()} if equal_shapes else {}
+            for kind, others, places in groups:
+                if kind is type(child) and all(others.get(name, x) == x for name, x in shapes.items()):
+                    places.append(place)
+                    break
+            else:
+                groups.append((type(child), shapes, [place]))
         found += [
             Siblings(path, tuple(places), tuple([children[i] for i in places]))
-            for places in groups.values()
+            for *_, places in groups
             if len({id(children[i]) for i in places}) > 1
         ]
     return found
