@@ -201,6 +201,52 @@ def test_labels_that_are_all_ignored_are_told():
     assert "all of labels are -100" in result(model(), batch).text
 
 
+def test_labels_of_padded_tokens_are_noted():
+    batch = text(padded=True)
+    assert result(model(), batch).status == "holds"
+    batch["labels"] = batch["tokens"]
+    found = result(model(), batch)
+    assert (found.text, found.severity) == ("4 padded tokens have labels", Severity.INFO)
+
+
+@pytest.mark.parametrize(("blocks", "severity"), [(2, Severity.WARNING), (4, Severity.WARNING)])
+def test_the_only_other_rate_of_a_model_is_told(blocks, severity):
+    m = model(blocks=blocks)
+    m.extra = nn.ModuleList(nn.Dropout(0.1) for _ in range(3))
+    m.blocks[0].dropout.p = 0.5
+    assert result(m).severity is severity
+
+
+def test_norms_of_another_class_are_named():
+    m = model()
+    m.blocks[1].norm1 = nn.RMSNorm(8)
+    assert "blocks.1.norm1: class is RMSNorm, but LayerNorm" in result(m).text
+
+
+def test_a_frozen_head_is_noted():
+    m = model()
+    m.head.weight.requires_grad = False
+    found = result(m)
+    assert (found.status, found.severity) == ("broken", Severity.INFO)
+
+
+def test_fixed_positions_beside_a_trained_token():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(4))
+            self.positions = nn.Parameter(torch.ones(4), requires_grad=False)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+        def forward(self, x):
+            x = x + self.positions + self.token
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    assert result(nn.Sequential(Positions()), torch.randn(3, 4)).status == "holds"
+
+
 def test_the_row_of_padding_is_that_of_the_padding():
     for padding, status in ((0, "holds"), (None, "holds"), (5, "broken")):
         m = model()

@@ -272,6 +272,16 @@ def _labels(probe: Probe) -> Iterator[Evidence]:
     if labels.dtype != torch.bool and bool((labels == -100).all()):
         yield Evidence(f"all of {name} are -100, which losses ignore", advice="pass a batch that has labels")
         return
+    stream = probe.aligned
+    if stream is not None and stream.mask is not None and labels.shape == stream.tensor.shape:
+        counted = int((labels[~probe.kept(stream)] >= 0).sum())
+        if counted:
+            yield Evidence(
+                f"{counted} padded tokens have labels",
+                value=counted,
+                advice="set the labels of padded tokens to -100, unless the loss leaves them out by a mask",
+                severity=Severity.INFO,
+            )
     shape, classes = probe.reference.shape, probe.reference.shape[-1] if probe.reference.dim() > 1 else 0
     # one class of each output
     if classes > 1 and labels.shape == shape[:-1] and int(labels.max()) >= classes:
