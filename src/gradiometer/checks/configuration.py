@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gradiometer.checks.contract import contract
-from gradiometer.checks.made_again import differences, roots
+from gradiometer.checks.made_again import differences, plain, roots
 from gradiometer.checks.probe import DROPOUTS
 from gradiometer.checks.report import Evidence, NotApplicable
 from gradiometer.checks.siblings import Siblings, odd_one, siblings
@@ -31,7 +31,7 @@ _WORDS: Final = ("vocab_size", "vocabulary_size", "n_vocab", "num_embeddings")
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "max_length")
 # what layers that are made alike have in common; other attributes may follow a pattern
 _COMMON: Final = re.compile(
-    r"^(eps|epsilon|variance_epsilon|p|batch_first|norm_first|approximate|negative_slope|activation|num_heads|"
+    r"^(eps|epsilon|variance_epsilon|p|batch_first|norm_first|approximate|negative_slope|.*activation.*|act|act_fn|num_heads|"
     r"n_heads?|head_dim|n_kv_heads|is_causal|causal|is_decoder|scale|scaling|.*dropout.*)$"
 )
 _PAIR: Final = ("weight", "bias")
@@ -88,7 +88,7 @@ def _odd_layers(group: Siblings, rates: Counter[float]) -> Iterator[Evidence]:
                 yield _odd(group, index, path, "class", names, Severity.WARNING)
             continue
         for key in vars(modules[0]):
-            values = [vars(x).get(key) for x in modules]
+            values = [plain(vars(x).get(key)) for x in modules]
             if not _COMMON.match(key) or not all(isinstance(x, bool | int | float | str) for x in values):
                 continue
             if key == "p" and not isinstance(modules[0], DROPOUTS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import re
 import warnings
@@ -108,13 +109,13 @@ def _module_differences(old: nn.Module, new: nn.Module) -> Iterator[tuple[str, A
         return
     if type(old) is not type(new):
         # adapters and quantization replace modules that have parameters
-        plain = not any([*x._modules, *x._parameters, *x._buffers] for x in (old, new))  # noqa: SLF001
+        empty = not any([*x._modules, *x._parameters, *x._buffers] for x in (old, new))  # noqa: SLF001
         nothing = isinstance(old, nn.Identity) and isinstance(new, DROPOUTS) and new.p == 0
-        if plain and not nothing:
+        if empty and not nothing:
             yield "class", type(old).__name__, type(new).__name__
         return
     for key, wanted in vars(new).items():
-        value = vars(old).get(key, ...)
+        value, wanted = plain(vars(old).get(key, ...)), plain(wanted)  # noqa: PLW2901
         if key.startswith("_") or key in _SET_LATER or not (_is_plain(value) and _is_plain(wanted)):
             continue
         if not _agree(value, wanted):
@@ -171,6 +172,11 @@ def _positions(name: str, module: nn.Module) -> Iterator[Evidence]:
                 float(wanted[place]),
                 "the frequencies are 1 / theta ** (2 i / d): use the theta and the head size of the config",
             )
+
+
+def plain(value: Any) -> Any:
+    """Return the name of a function, such as an activation; other values as they are."""
+    return getattr(value, "__name__", "a function") if inspect.isroutine(value) else value
 
 
 def _is_plain(value: Any) -> bool:

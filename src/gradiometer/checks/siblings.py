@@ -57,7 +57,7 @@ def siblings(model: nn.Module, *, equal_shapes: bool = False) -> list[Siblings]:
                 continue
             shapes = {name: p.shape for name, p in child.named_parameters()} if equal_shapes else {}
             for kind, others, places in groups:
-                if kind is type(child) and all(others.get(name, x) == x for name, x in shapes.items()):
+                if kind is type(child) and _alike(shapes, others):
                     places.append(place)
                     break
             else:
@@ -68,6 +68,12 @@ def siblings(model: nn.Module, *, equal_shapes: bool = False) -> list[Siblings]:
             if len({id(children[i]) for i in places}) > 1
         ]
     return found
+
+
+def _alike(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Return whether most names are in both, and have the same shape."""
+    common = a.keys() & b.keys()
+    return 2 * len(common) >= len(a | b) and all(a[name] == b[name] for name in common)
 
 
 def odd_one(values: Sequence[Hashable]) -> int | None:
