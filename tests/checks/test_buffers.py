@@ -46,7 +46,8 @@ LOWEST = torch.finfo(torch.float32).min
         {"alibi": -torch.arange(5.0).flip(0).masked_fill(torch.arange(5) > 2, torch.inf)},
         {"scale": torch.ones(2, dtype=torch.float64)},
         {"codes": torch.zeros(3, dtype=torch.int8)},
-        {"inv_freq": torch.ones(3)},
+        {"inv_freq": torch.tensor([1.0, 0.1, 0.01])},
+        {"inv_freq": torch.tensor([1.0, 0.1, 0.0, 0.0])},
         {"nothing": None},
     ],
 )
@@ -62,7 +63,9 @@ def test_healthy_buffers(buffers):
         ({"scale": torch.tensor([1.0, -torch.inf])}, "scale has 1 inf of 2 values"),
         ({"mask": torch.full((5, 5), -torch.inf)}, "mask has 25 inf of 25 values"),
         ({"scale": torch.ones(2, dtype=torch.bfloat16)}, "scale is bfloat16, narrower than the parameters"),
-        ({"inv_freq": torch.ones(2, dtype=torch.bfloat16)}, "inv_freq is bfloat16: the angles"),
+        ({"inv_freq": torch.tensor([1.0, 0.1], dtype=torch.bfloat16)}, "inv_freq is bfloat16: the angles"),
+        ({"inv_freq": torch.ones(3)}, "inv_freq does not fall"),
+        ({"inv_freq": torch.tensor([0.01, 0.1, 1.0])}, "inv_freq does not fall"),
         ({"scale": torch.ones(2, requires_grad=True)}, "scale is a buffer that requires a gradient"),
         ({"scale": torch.ones(0)}, "scale is an empty buffer"),
         ({"scale": torch.ones(2, device="meta")}, "scale is on meta, but the parameters are on cpu"),
@@ -132,7 +135,7 @@ def test_dtypes_of_siblings():
 
 
 def test_wider_buffers_of_a_narrow_model_are_fine():
-    model = Model(inv_freq=torch.ones(2)).to(torch.bfloat16)
+    model = Model(inv_freq=torch.tensor([1.0, 0.1])).to(torch.bfloat16)
     model.norm.float()
     model.inv_freq = model.inv_freq.float()
     assert result(model.to(torch.float64)).status == "holds"

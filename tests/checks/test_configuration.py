@@ -133,6 +133,7 @@ def freeze(m, *patterns):
         ("weight",),
         ("bias",),
         ("blocks.0.attention", "blocks.0.mlp", "blocks.1.attention", "blocks.1.mlp"),
+        ("blocks.0.attention.qkv.weight", "blocks.0.mlp"),
     ],
 )
 def test_what_is_frozen_on_purpose_is_not_told(patterns):
@@ -252,6 +253,14 @@ def test_the_row_of_padding_is_that_of_the_padding():
         m = model()
         m.embedding.padding_idx = padding
         assert result(m, text(padded=True)).status == status
+
+
+def test_position_ids_count_up():
+    m = model()
+    m.register_buffer("position_ids", torch.arange(2, 10)[None])
+    assert result(m).status == "holds"
+    m.position_ids[0, 3] = 0
+    assert "position_ids does not count up by 1" in result(m).text
 
 
 def test_nothing_to_compare():

@@ -145,6 +145,23 @@ def test_an_override_that_keeps_a_norm_in_evaluation_mode():
     assert m.dropout.training
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_forward_that_sets_modes(frozen):
+    m = model()
+    block, forward = m.blocks[1], m.blocks[1].forward
+
+    def evaluated(x, kept):
+        block.eval()
+        return forward(x, kept)
+
+    block.forward = evaluated
+    block.requires_grad_(not frozen)
+    found = result(m)
+    assert found.is_failure is not frozen
+    assert frozen or "the forward sets blocks.1," in found.text
+    assert block.training
+
+
 def test_gradients_that_are_off():
     with torch.no_grad():
         found = result(model())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MASK: Final = re.compile(r"mask|causal|tril|triu|^bias$|alibi", re.IGNORECASE)
 _FREQUENCIES: Final = re.compile(r"inv_freq|freqs")
+_INVERSE: Final = re.compile(r"inv_freq$")
 _VALUES: Final = "compute it again, or load the checkpoint again"
 
 
@@ -80,6 +81,11 @@ def _buffer(name: str, x: Tensor, dtypes: set[torch.dtype], devices: set[torch.d
             )
     yield from _finite(name, x)
     yield from _running(name, own, x)
+    if _INVERSE.search(own) and x.dim() == 1 and len(x) > 1:
+        rises = bool((x.diff() > 0).any()) or float(x.min()) < 0
+        if rises or float(x[0]) == float(x[-1]):
+            advice = "the frequencies are 1 / theta ** (2 i / d), from 1 down"
+            yield Evidence(f"{name} does not fall from its first value on", name, advice=advice)
     if _MASK.search(own):
         yield from _causal_mask(name, x)
 

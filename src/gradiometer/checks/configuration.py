@@ -72,6 +72,7 @@ def configuration(probe: Probe) -> Iterator[Evidence]:
         yield from _against(config, probe)
     yield from _extremes(probe.model)
     if not probe.is_sharded:
+        yield from _position_ids(probe.model)
         yield from _batch(probe, config)
 
 
@@ -140,7 +141,8 @@ def _frozen_in_part(group: Siblings) -> Iterator[Evidence]:
     trained = [{name for name, p in table.items() if p.requires_grad} for table in tables]
     for index, table in enumerate(tables):
         frozen = [name for name in table if name not in trained[index]]
-        if not frozen or 2 * len(frozen) >= len(table):
+        share = sum(table[name].numel() for name in frozen)
+        if 2 * share >= sum(p.numel() for p in table.values()):
             continue
         for name in frozen:
             if any(name in other for other in trained):
@@ -243,6 +245,15 @@ def _extremes(model: nn.Module) -> Iterator[Evidence]:
             text = f"{name}: p is {_text(module.p)}, which drops nearly everything"
             yield Evidence(
                 text, name, module.p, 0.95, "p is the share that is dropped, not the one that is kept"
+            )
+
+
+def _position_ids(model: nn.Module) -> Iterator[Evidence]:
+    for name, x in model.named_buffers():
+        whole = name.endswith("position_ids") and not x.is_floating_point() and x.dim() > 0 and not x.is_meta
+        if whole and bool((x.diff(dim=-1) != 1).any()):
+            yield Evidence(
+                f"{name} does not count up by 1", name, advice="positions are torch.arange(length)"
             )
 
 

@@ -29,7 +29,6 @@ _NOTED: Final = re.compile(
     r"cached|attention_type|rescaled|num_embeddings|vocab_size|is_parallelizable|model_parallel"
 )
 _FREQUENCIES: Final = re.compile(r"(^|_)inv_freq$")
-_POSITIONS: Final = re.compile(r"(^|_)position_ids$")
 
 
 def roots(model: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
@@ -86,7 +85,7 @@ def differences(path: str, module: nn.Module, again: nn.Module) -> Iterator[Evid
             severity=Severity.INFO if noted else Severity.WARNING,
         )
     for name, old in given.items():
-        yield from _positions(".".join(x for x in (path, name) if x), old)
+        yield from _frequencies(".".join(x for x in (path, name) if x), old)
 
 
 def _made_again(module: nn.Module, config: Any) -> nn.Module | None:
@@ -129,16 +128,9 @@ def _module_differences(old: nn.Module, new: nn.Module) -> Iterator[tuple[str, A
             yield f"the shape of {key}", tuple(value.shape), tuple(wanted.shape)
 
 
-def _positions(name: str, module: nn.Module) -> Iterator[Evidence]:
-    """Compare frequencies of rotary positions with those of a new module, and numbers of positions."""
+def _frequencies(name: str, module: nn.Module) -> Iterator[Evidence]:
+    """Compare frequencies of rotary positions with those of a new module."""
     buffers = {key: x for key, x in module._buffers.items() if x is not None and not x.is_meta}  # noqa: SLF001
-    for key, x in buffers.items():
-        full = f"{name}.{key}".lstrip(".")
-        whole = _POSITIONS.search(key) and not x.is_floating_point() and x.dim() > 0
-        if whole and bool((x.diff(dim=-1) != 1).any()):
-            yield Evidence(
-                f"{full} does not count up by 1", full, advice="positions are torch.arange(length)"
-            )
     if not any(_FREQUENCIES.search(key) for key in buffers):
         return
     try:

@@ -34,6 +34,8 @@ def modes(probe: Probe) -> Iterator[Evidence]:
     else:
         yield from _evaluated(model, named, probe.modes)
     yield from _switch(model, named)
+    if not probe.is_sharded:
+        yield from _forward(probe, named)
 
 
 def _gradients(model: nn.Module) -> Iterator[Evidence]:
@@ -121,8 +123,7 @@ def _switch(model: nn.Module, named: dict[str, nn.Module]) -> Iterator[Evidence]
         for training, call in ((True, "train"), (False, "eval")):
             getattr(model, call)()
             for name, module in named.items():
-                own = list(module.parameters())
-                if module.training == training or (own and not any(p.requires_grad for p in own)):
+                if module.training == training or _is_frozen(named, name):
                     continue
                 matters = _drops(module) or (isinstance(module, BATCH_NORMS) and not training)
                 if matters or not name:
@@ -151,8 +152,36 @@ def _parents(named: dict[str, nn.Module], name: str) -> Iterator[nn.Module]:
             yield named[name]
 
 
+def _is_frozen(named: dict[str, nn.Module], name: str) -> bool:
+    """Return whether a module, or the smallest one around it that has parameters, trains none of them."""
+    for module in (named[name], *_parents(named, name)):
+        own = list(module.parameters())
+        if own:
+            return not any(p.requires_grad for p in own)
+    return False
+
+
 def _is_pretrained(module: nn.Module) -> bool:
     return hasattr(type(module), "_from_config")
+
+
+def _forward(probe: Probe, named: dict[str, nn.Module]) -> Iterator[Evidence]:
+    """Call the model in training mode, and look at whether that changes modes."""
+    trained = [name for name in named if not _is_frozen(named, name)]
+    with kept_state(probe.model), probe._settings(training=True), torch.no_grad():  # noqa: SLF001
+        before = [name for name in trained if named[name].training]
+        try:
+            probe._call({})  # noqa: SLF001
+        except Exception:  # noqa: BLE001 other contracts tell
+            return
+        changed = [name or "the model" for name in before if not named[name].training]
+    if changed:
+        yield Evidence(
+            f"the forward sets {shortened(changed)} to evaluation mode",
+            changed[0],
+            len(changed),
+            advice="do not call eval() in a forward or a hook",
+        )
 
 
 def _switches(module: nn.Module) -> bool:
