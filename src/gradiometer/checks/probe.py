@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -76,6 +76,9 @@ class Probe:
             ValueError: if the model does not run on the batch, or returns no tensor.
         """
         with self._settings(training=False), torch.no_grad():
+            if self._forward is None and self.config is not None and self.batch.takes("use_cache"):
+                # layers that are called again would find what they have stored
+                self._defaults = {"use_cache": False}
             self._find_decoder_inputs()
             native = self._call({})
         if native is None:
@@ -160,9 +163,10 @@ class Probe:
             return found
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module of the model as in evaluation mode, without a graph."""
-        with self._settings(training=False), torch.no_grad():
+        """Call a module as in evaluation mode, without a graph; None if it fails with these inputs."""
+        with self._settings(training=False), torch.no_grad(), suppress(Exception):
             return module(*args, **kwargs)
+        return None
 
     def captured(
         self, modules: Iterable[nn.Module], changes: Mapping[str, Any] | None = None
@@ -343,7 +347,8 @@ class Probe:
 
     def _call(self, changes: Mapping[str, Any]) -> Tensor | None:
         changes = self._defaults | dict(changes)
-        batch = self.batch.changed(changes, labels=not self._defaults) if changes else self.batch.given
+        labels = "decoder_input_ids" not in self._defaults
+        batch = self.batch.changed(changes, labels=labels) if changes else self.batch.given
         batch = _cast(batch, self.dtype)
         if self._forward is not None:
             return output_of(self._forward(self.model, batch))
@@ -367,7 +372,7 @@ class Probe:
         finally:
             handle.remove()
         if found and isinstance(found[0], Tensor):
-            self._defaults = {name: found[0]}
+            self._defaults[name] = found[0]
 
     @contextmanager
     def _settings(self, *, training: bool, dropout: bool = True) -> Iterator[None]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 
 from gradiometer.checks.contract import contract
 from gradiometer.checks.report import Evidence, NotApplicable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
+    from collections.abc import Iterator, Sequence
+    from typing import TypeGuard
 
     from gradiometer.checks.batch import Stream
     from gradiometer.checks.probe import Probe
@@ -30,6 +30,7 @@ EXAMPLES: Final = (
     "look at batch_first, at reshapes that mix the first two dimensions, and at norms or softmaxes over "
     "dimension 0"
 )
+WHOLE: Final = "let each position of the decoder attend to the whole output of the encoder"
 # positions that are tried
 _MOST: Final = 6
 
@@ -103,8 +104,38 @@ def _reads_source(probe: Probe) -> Iterator[Evidence]:
                 f"{what} does not change the first output of the decoder",
                 value=float(change.max()),
                 threshold=probe.tolerance,
-                advice="let each position of the decoder attend to the whole output of the encoder",
+                advice=WHOLE,
             )
+            return
+        if stream.is_sequence:
+            yield from _reads_memory(probe, stream)
+
+
+def _reads_memory(probe: Probe, stream: Stream) -> Iterator[Evidence]:
+    """Call each layer that has two inputs with another last vector of the encoder's output."""
+    aligned = probe.aligned
+    assert aligned is not None  # noqa: S101 the caller looks
+    kept = probe.kept(stream)
+    last = torch.arange(kept.shape[1], device=kept.device) == (kept.sum(1, keepdim=True) - 1)
+    for module, (args, kwargs, output) in probe.captured(probe.names).items():
+        first = output[0] if isinstance(output, tuple) and output else output
+        inputs = [*args, *kwargs.values()]
+        x = next((v for v in inputs if _is_vectors(v, aligned.tensor.shape)), None)
+        memory = next((v for v in inputs if _is_vectors(v, kept.shape) and v is not x), None)
+        if x is None or memory is None or torch.equal(x, memory) or not _is_vectors(first, x.shape[:2]):
+            continue
+        other = torch.where(last[..., None], -memory + memory.std(), memory)
+        swapped = [other if v is memory else v for v in args]
+        named = {key: other if v is memory else v for key, v in kwargs.items()}
+        after = probe.call(module, tuple(swapped), named)
+        after = after[0] if isinstance(after, tuple) else after
+        if not _is_vectors(after, first.shape):
+            continue
+        change = float((after - first)[:, 0].abs().max())
+        if change <= probe.tolerance * float(first.abs().max()):
+            text = f"{probe.names[module]}: the last output of the encoder does not change the first position"
+            yield Evidence(text, name=probe.names[module], value=change, advice=WHOLE)
+            return
 
 
 @contract("behaviour", "masked and padded tokens change nothing")
@@ -193,11 +224,9 @@ def examples(probe: Probe) -> Iterator[Evidence]:
         before = probe.output(training=training) if training else probe.reference
         # behind a causal mask over examples, the first one does not see the others
         for row in (0, rows - 1):
-            others = torch.arange(rows) != row
+            rest = torch.arange(rows) != row
             changes = {
-                x.name: probe.changed(
-                    x, others.view(-1, 1).expand(x.tensor.shape[:2]) if x.is_tokens else others
-                )
+                x.name: probe.changed(x, rest.view(-1, 1).expand(x.tensor.shape[:2]) if x.is_tokens else rest)
                 for x in streams
                 if len(x.tensor) == rows
             }
@@ -225,6 +254,12 @@ def _aligned(probe: Probe) -> Stream:
 def _is_of_examples(x: Tensor, rows: int) -> bool:
     """Return whether a tensor has a row for each example, and is no matrix of pairs of them."""
     return len(x) == rows and not (x.is_floating_point() and x.shape[1:] == (rows,))
+
+
+def _is_vectors(x: object, shape: Sequence[int]) -> TypeGuard[Tensor]:
+    return (
+        isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point() and x.shape[:2] == tuple(shape[:2])
+    )
 
 
 def _places(count: int) -> list[int]:
