@@ -43,7 +43,8 @@ def contracts(monitor):
 def test_broken_contracts_are_findings_of_the_first_step(caplog):
     model = Leaky()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with caplog.at_level(logging.WARNING, "gradiometer"), gm.watch(model, optimizer, check=batch()) as monitor:
+    caplog.set_level(logging.WARNING, "gradiometer")
+    with gm.watch(model, optimizer, check=batch()) as monitor:
         train(model, optimizer, monitor)
     (found,) = [each for each in contracts(monitor) if each.rule == "contract_causal"]
     assert (found.first_step, found.last_step, found.count) == (0, 0, 1)
