@@ -265,7 +265,8 @@ def llama_lora():
 
 
 def changed(model):
-    """Return a model whose weights are not those of the start, like those of a pretrained one."""
+    """Return a model whose weights are not those of the start, and whose config has a path, as from a hub."""
+    model.config._name_or_path = "pretrained"
     with torch.no_grad():
         for parameter in model.parameters():
             # rows of different sizes, and means that are not 0

@@ -12,6 +12,13 @@ from kernels_bench.zoo.transformers import healthy as transformers
 
 # which of the second family's models are causal; an encoder with a decoder is neither
 CAUSAL = {"gpt": True, "llama": True, "lora": True, "bert": False}
+# those that have been trained before
+PRETRAINED = ("lora", "lora-resumed", "gpt-lora", "cnn-frozen-batch-norm", "cnn-progressive-unfreezing")
+
+
+def pretrained(name):
+    """Return the option of a kind that has been trained before."""
+    return {"pretrained": True} if name in PRETRAINED else {}
 
 
 def of_loop(name):
@@ -27,7 +34,7 @@ def of_loop(name):
         loop.model = model
         return loop.loss(batch)
 
-    options = {"forward": forward, "loss": loss}
+    options = {"forward": forward, "loss": loss} | pretrained(name)
     causal = CAUSAL.get(name.split("-")[0])
     if causal is not None:
         options["causal"] = causal
@@ -59,7 +66,7 @@ def of_training(name):
         return seen[0] if len(seen) == 1 else tuple(seen)
 
     optimizer = t.optimizers[0] if len(t.optimizers) == 1 else list(t.optimizers)
-    return Subject(t.model, t.batch(), optimizer, {"forward": forward, "loss": loss})
+    return Subject(t.model, t.batch(), optimizer, {"forward": forward, "loss": loss} | pretrained(name))
 
 
 MODELS = {f"loop-{name}": functools.partial(of_loop, name) for name in transformers.KINDS}
