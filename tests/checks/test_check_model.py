@@ -263,3 +263,30 @@ def test_sharded_parameters_are_not_run(monkeypatch):
     report = gm.check_model(model, text(), loss=cross_entropy)
     assert report["causal"].status == "does not apply"
     assert "sharded" in report["causal"].text
+
+
+def test_hooks_of_autograd_still_fire():
+    model, fired = healthy(causal=True), []
+    weight = model.head.weight
+    # as DistributedDataParallel has them
+    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulator.register_hook(lambda *_: fired.append("accumulated"))
+    weight.register_post_accumulate_grad_hook(lambda _: fired.append("after"))
+    report = gm.check_model(model, text(), loss=cross_entropy)
+    assert report.precision == "float64"
+    assert not fired
+    cross_entropy(model, text()).backward()
+    assert sorted(fired) == ["accumulated", "after"]
+
+
+def test_recurrent_layers_run_in_float64_and_keep_their_weights():
+    model = nn.LSTM(4, 4, num_layers=2, batch_first=True)
+    flat = list(map(id, model._flat_weights))
+    report = gm.check_model(model, torch.randn(3, 5, 4), causal=True, only=["causal", "examples"])
+    assert (report.precision, [each.status for each in report]) == ("float64", ["holds", "holds"])
+    assert list(map(id, model._flat_weights)) == flat
+
+
+def test_a_lazy_model_is_refused():
+    with pytest.raises(ValueError, match="'weight' has no shape yet; call the model once"):
+        gm.check_model(nn.LazyLinear(2), torch.zeros(2, 2))

@@ -204,6 +204,23 @@ def test_examples_do_not_change_each_other():
     assert result(nn.Linear(4, 4), x[:1], "examples").status == "does not apply"
 
 
+def test_nodes_of_a_graph_are_no_examples():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, x, edges):
+            if edges.shape[0] == 2:
+                return self.linear(x).index_add(0, edges[1], self.linear(x)[edges[0]])
+            return edges @ self.linear(x)
+
+    x = torch.randn(7, 5)
+    for edges in (torch.randn(7, 7), torch.tensor([[0, 1, 2], [3, 4, 5]])):
+        found = result(Graph(), (x, edges), "examples")
+        assert found.status == "does not apply"
+
+
 def test_attention_over_the_batch_is_told_behind_a_causal_mask():
     class Swapped(Transformer):
         def forward(self, tokens):

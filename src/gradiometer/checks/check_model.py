@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from gradiometer.checks.contract import CONTRACTS, GROUPS, Contract
 from gradiometer.checks.kept_state import kept_state
@@ -89,6 +90,9 @@ def check_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_WHAT}: expected a torch.nn.Module, got {type(model).__name__}")
     chosen = _chosen(only, skip)
+    lazy = next((n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)), None)
+    if lazy is not None:
+        raise ValueError(f"{_WHAT}: {lazy!r} has no shape yet; call the model once on a batch first")
     if any(p.is_meta for p in model.parameters()):
         name = next(name for name, p in model.named_parameters() if p.is_meta)
         raise ValueError(
@@ -96,7 +100,7 @@ def check_model(
             "model first"
         )
     probe = Probe(model, batch, forward, loss, optimizer, causal, pretrained)
-    with kept_state(probe.model, []):
+    with kept_state(probe.model, values=not probe.is_sharded):
         if not probe.is_sharded:
             try:
                 probe.prepare()

@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def kept_state(model: nn.Module, roots: list[nn.Module]) -> Iterator[None]:
+def kept_state(model: nn.Module, *, values: bool = True) -> Iterator[None]:
     """Restore everything that examining a model may change, also after an error.
 
-    The parameters and buffers of the modules in ``roots``, other layers that the model uses, are kept as
-    well. Attributes of modules are put back, so that what a module assigns in its forward is forgotten.
+    Attributes of modules are put back, so that what a module assigns in its forward is forgotten. Without
+    ``values``, for a model that is not called, those of parameters and buffers are not looked at.
     """
-    modules = list(dict.fromkeys(x for root in [model, *roots] for x in root.modules()))
+    modules = list(model.modules())
     tensors = _tensors(modules)
-    data = [(x, x.data, x.data.clone()) for x in tensors if not x.is_meta]
+    strided = [x for x in tensors if values and not x.is_meta and x.layout == torch.strided]
+    data = [(x, x.data, x.data.clone()) for x in strided]
     grads = [(x, x.grad, x.requires_grad) for x in tensors if x.is_leaf]
     attributes = [(x, dict(vars(x)), {key: dict(vars(x)[key]) for key in _TABLES}) for x in modules]
     devices = {x.device for x in tensors}
@@ -34,12 +35,12 @@ def kept_state(model: nn.Module, roots: list[nn.Module]) -> Iterator[None]:
         with repeating(tensors):
             yield
     finally:
-        for module, values, tables in attributes:
+        for module, own, tables in attributes:
             vars(module).clear()
-            vars(module).update(values)
+            vars(module).update(own)
             for key, entries in tables.items():
-                table = values[key]
-                if table != entries or list(table) != list(entries):
+                table = own[key]
+                if len(table) != len(entries) or any(table.get(k) is not x for k, x in entries.items()):
                     table.clear()
                     table.update(entries)
         for x, used, copy in data:
@@ -67,8 +68,4 @@ def _tensors(modules: list[nn.Module]) -> list[Tensor]:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same bits."""
-    if a.numel() == 0:
-        return True
-    if a.is_floating_point() or a.is_complex():
-        return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
-    return torch.equal(a, b)
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -54,7 +54,10 @@ class Probe:
         parameters = list(self.model.parameters())
         self.is_sharded = any(is_dtensor(type(p)) or type(p).__name__ == "FlatParameter" for p in parameters)
         self.names = {module: name for name, module in self.model.named_modules()}
-        self.dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+        self._own_dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+        self.dtype = self._own_dtype
+        # wider copies of parameters and buffers: the table of a module that has it, its name, and the copy
+        self._copies: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
         # of what is used instead of the batch's own tensors, such as the inputs of a decoder
         self._defaults: dict[str, Any] = {}
 
@@ -81,43 +84,31 @@ class Probe:
                 "batch that returns its output"
             )
         self._output = native.detach()
-        if self.dtype == torch.float64:
-            return
-        stored = [(p, p.data) for p in self._floating()]
-        for dtype in dict.fromkeys([torch.float64, torch.float32]):
+        for dtype in (torch.float64, torch.float32):
             if dtype.itemsize <= self.dtype.itemsize:
                 break
+            previous, self.dtype = self.dtype, dtype
             try:
-                for p, data in stored:
-                    p.data = data.to(dtype)
-                previous, self.dtype = self.dtype, dtype
+                self._copies = self._in(dtype)
                 with self._settings(training=False), torch.no_grad():
                     output = self._call({})
-            except Exception:  # noqa: BLE001 operators without this dtype, or layers that are not registered
-                self.dtype = previous
-            else:
-                if output is not None and output.shape == native.shape:
-                    self._output, self._stored = output.detach(), stored
-                    return
-                self.dtype = previous
-        for p, data in stored:
-            p.data = data
-
-    _stored: list[tuple[Tensor, Tensor]] = []  # noqa: RUF012 replaced, never changed
+            # operators without this dtype, layers that are not registered, no memory for the copies
+            except Exception:  # noqa: BLE001
+                output = None
+            if output is not None and output.shape == native.shape:
+                self._output = output.detach()
+                break
+            self._copies, self.dtype = [], previous
 
     @contextmanager
     def in_own_dtype(self) -> Iterator[None]:
-        """Run the model in the dtype that it has, as for gradients."""
-        wide, dtype = [(p, p.data) for p, _ in self._stored], self.dtype
-        for p, data in self._stored:
-            p.data = data
-        self.dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), self.dtype)
+        """Run the model with its own weights, as for gradients."""
+        copies, dtype = self._copies, self.dtype
+        self._copies, self.dtype = [], self._own_dtype
         try:
             yield
         finally:
-            self.dtype = dtype
-            for p, data in wide:
-                p.data = data
+            self._copies, self.dtype = copies, dtype
 
     @property
     def reference(self) -> Tensor:
@@ -206,7 +197,7 @@ class Probe:
         with seen:
             self.output()
         narrowest = max([torch.finfo(x).eps for x in seen.dtypes], default=torch.finfo(self.dtype).eps)
-        weights = self._floating()
+        weights = list(dict.fromkeys(copy for *_, copy in self._copies)) or list(_floating(self.model))
         before = [p.data for p in weights]
         generator = torch.Generator(device="cpu").manual_seed(0)
         try:
@@ -272,7 +263,8 @@ class Probe:
             if getattr(config, "is_encoder_decoder", False):
                 return True
             if "CausalLM" in name or "LMHead" in name or getattr(config, "is_decoder", False):
-                return True
+                # XLM's and XLNet's may be encoders
+                return bool(getattr(config, "causal", True)) and getattr(config, "attn_type", "uni") != "bi"
             return False if "MaskedLM" in name or "Image" in name else None
         stream, labels = self.aligned, self.batch.labels
         if stream is None or labels is None or not stream.is_tokens:
@@ -334,9 +326,20 @@ class Probe:
         names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(self.model).__mro__}
         return bool(names & {"lightning.LightningModule", "pytorch_lightning.LightningModule"})
 
-    def _floating(self) -> list[Tensor]:
-        every = dict.fromkeys([*self.model.parameters(), *self.model.buffers()])
-        return [x for x in every if x.is_floating_point() and x.layout == torch.strided]
+    def _in(self, dtype: torch.dtype) -> list[tuple[nn.Module, dict[str, Any], str, Tensor]]:
+        """Return copies of parameters and buffers in a dtype; tied ones have one copy.
+
+        The parameters themselves stay as they are: autograd would forget the hooks of one that gets another
+        dtype, among them those of DistributedDataParallel.
+        """
+        copies = {x: nn.Parameter(x.detach().to(dtype), requires_grad=False) for x in _floating(self.model)}
+        return [
+            (module, table, name, copies[x] if isinstance(x, nn.Parameter) else copies[x].data)
+            for module in self.model.modules()
+            for table in (module._parameters, module._buffers)  # noqa: SLF001
+            for name, x in table.items()
+            if x is not None and x in copies
+        ]
 
     def _call(self, changes: Mapping[str, Any]) -> Tensor | None:
         changes = self._defaults | dict(changes)
@@ -372,6 +375,7 @@ class Probe:
         modes = {module: module.training for module in self.model.modules()}
         device = next((p.device.type for p in self.model.parameters()), "cpu")
         with ExitStack() as stack:
+            stack.enter_context(_exchanged(self._copies))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.autocast(device, enabled=False) if device != "meta" else nullcontext())
             for module in modes:
@@ -382,6 +386,35 @@ class Probe:
             finally:
                 for module, mode in modes.items():
                     module.training = mode
+
+
+def _floating(model: nn.Module) -> Iterator[Tensor]:
+    for x in dict.fromkeys([*model.parameters(), *model.buffers()]):
+        if (
+            x.is_floating_point()
+            and x.layout == torch.strided
+            and type(x) in {Tensor, nn.Parameter, nn.Buffer}
+        ):
+            yield x
+
+
+@contextmanager
+def _exchanged(copies: Sequence[tuple[nn.Module, dict[str, Any], str, Tensor]]) -> Iterator[None]:
+    """Put copies in the places of parameters and buffers."""
+    before = [table[name] for _, table, name, _ in copies]
+    recurrent = dict.fromkeys(module for module, *_ in copies if isinstance(module, nn.RNNBase))
+    flat = [module._flat_weights for module in recurrent]  # noqa: SLF001
+    for _, table, name, copy in copies:
+        table[name] = copy
+    for module in recurrent:
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for (_, table, name, _), x in zip(copies, before, strict=True):
+            table[name] = x
+        for module, weights in zip(recurrent, flat, strict=True):
+            module._flat_weights = weights  # noqa: SLF001
 
 
 class _Dtypes(TorchDispatchMode):

@@ -186,6 +186,9 @@ def examples(probe: Probe) -> Iterator[Evidence]:
     if not streams or probe.reference.dim() == 0 or len(streams[-1].tensor) != len(probe.reference):
         raise NotApplicable("the batch has one example, or the output has no dimension of examples")
     rows = len(probe.reference)
+    others = [x for x in probe.batch.tensors.values() if x.dim() > 0 and not _is_of_examples(x, rows)]
+    if others:
+        raise NotApplicable("dimension 0 of the inputs may be that of nodes of a graph, not of examples")
     for training in (False, True):
         before = probe.output(training=training) if training else probe.reference
         # behind a causal mask over examples, the first one does not see the others
@@ -217,6 +220,11 @@ def _aligned(probe: Probe) -> Stream:
     if stream is None:
         raise NotApplicable("the output has no dimension that is the length of an input")
     return stream
+
+
+def _is_of_examples(x: Tensor, rows: int) -> bool:
+    """Return whether a tensor has a row for each example, and is no matrix of pairs of them."""
+    return len(x) == rows and not (x.is_floating_point() and x.shape[1:] == (rows,))
 
 
 def _places(count: int) -> list[int]:

@@ -1,0 +1,111 @@
+"""check_model on models of Hugging Face and Lightning."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradiometer as gm
+from support.small_models import text
+
+transformers = pytest.importorskip("transformers")
+
+
+def gpt2(**rest):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=40, n_positions=24, n_embd=16, n_layer=2, n_head=2, bos_token_id=2, eos_token_id=3, **rest
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def batch(rows=3, length=10, *, labels=True):
+    tokens = torch.randint(4, 40, (rows, length), generator=torch.Generator().manual_seed(0))
+    found = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return found | {"labels": tokens} if labels else found
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "vit", "whisper"])
+def test_healthy_models_of_hugging_face(name):
+    from kernels_bench.zoo.contracts import subjects
+
+    subject = subjects.start(name)
+    report = gm.check_model(subject.model, subject.batch, optimizer=subject.optimizer)
+    assert report, report
+    assert "could not be checked" not in str(report)
+
+
+def test_a_mapping_of_any_kind():
+    found = transformers.BatchEncoding(batch())
+    report = gm.check_model(gpt2(), found, only=["causal", "padding", "examples"])
+    assert [each.status for each in report] == ["holds"] * 3
+
+
+def test_entries_that_the_model_does_not_take_are_left_out():
+    found = batch() | {"length": torch.tensor([10, 10, 10])}
+    assert gm.check_model(gpt2(), found, only=["causal"])["causal"].status == "holds"
+
+
+def test_the_inputs_of_a_decoder_are_made_of_the_labels():
+    from kernels_bench.zoo.contracts import subjects
+
+    subject = subjects.start("t5")
+    decoder = subject.model.get_decoder()
+    usual = decoder.forward
+
+    def forward(*args, **kwargs):
+        kwargs["input_ids"] = kwargs["input_ids"].roll(-1, 1)
+        return usual(*args, **kwargs)
+
+    # token 0 of the decoder is that of position 1
+    decoder.forward = forward
+    report = gm.check_model(subject.model, subject.batch, only=["causal"])
+    assert not report
+
+
+def test_a_lightning_module():
+    lightning = pytest.importorskip("pytorch_lightning")
+
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(13, 8), nn.Linear(8, 13)
+            self.unused = nn.Linear(8, 8)
+
+        def forward(self, tokens):
+            return self.head(self.embedding(tokens).cumsum(1).tanh())
+
+        def training_step(self, batch, _):
+            logits = self(batch["tokens"])
+            return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    report = gm.check_model(Model(), text(), causal=True)
+    assert report["causal"].status == "holds"
+    assert "unused" in report["parameter_gradients"].text
+
+
+def test_a_tuple_of_inputs_and_labels():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    pair = torch.randn(6, 4), torch.randint(0, 3, (6,))
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    report = gm.check_model(model, pair, loss=loss)
+    assert report, report
+    assert report["examples"].status == "holds"
+
+
+def test_a_model_that_takes_other_arguments():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, data):
+            return {"scores": self.linear(data["x"])}
+
+    def forward(model, batch):
+        return model(batch)["scores"]
+
+    report = gm.check_model(Odd(), {"x": torch.randn(3, 4)}, forward=forward, only=["examples"])
+    assert report["examples"].status == "holds"
