@@ -113,7 +113,8 @@ def _blind_layers(probe: Probe, stream: Stream) -> Iterator[Evidence]:
     """Call each layer with two of its inputs exchanged: all or none should see it."""
     layers = _layers(probe, stream)
     found = _swap(probe, stream)
-    if len(layers) < 2 or found is None or not stream.is_sequence:
+    # with positions in their input, layers need not see the order
+    if len(layers) < 2 or found is None or not stream.is_sequence or _learned(probe):
         return
     (i, j), _ = found
     blind: list[str] = []
@@ -141,8 +142,13 @@ def _blind_layers(probe: Probe, stream: Stream) -> Iterator[Evidence]:
 
 def _not_relative(probe: Probe, stream: Stream) -> Iterator[Evidence]:
     """Shift all positions: rotary ones are relative, so nothing should change."""
-    learned = [name for name, _ in probe.model.named_parameters() if _LEARNED.search(name)]
-    if not _rotary(probe) or learned or not stream.is_tokens or probe.aligned != stream or stream.length < 3:
+    if (
+        not _rotary(probe)
+        or _learned(probe)
+        or not stream.is_tokens
+        or probe.aligned != stream
+        or stream.length < 3
+    ):
         return
     count = 3
     shifted, other = _shifted(probe, stream, count)
@@ -185,6 +191,11 @@ def _known_positions(probe: Probe) -> str:
         return found
     attribute = "max_position_embeddings"
     return f"config.{attribute}" if getattr(probe.config, attribute, None) else ""
+
+
+def _learned(probe: Probe) -> bool:
+    """Return whether there is a table of positions, of parameters."""
+    return any(_LEARNED.search(name) for name, _ in probe.model.named_parameters())
 
 
 def _rotary(probe: Probe) -> str:
