@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradiometer.checks.contract import contract
 from gradiometer.checks.report import Evidence, NotApplicable
@@ -153,6 +154,11 @@ def _not_relative(probe: Probe, stream: Stream) -> Iterator[Evidence]:
     count = 3
     shifted, other = _shifted(probe, stream, count)
     if shifted is None or other is None:
+        size = _not_toeplitz(probe, stream)
+        if size > max(probe.tolerance, _SHIFT):
+            text = "rotary positions are not relative: of equal tokens, scores at equal distances differ by "
+            text += f"{100 * size:.2g} %"
+            yield Evidence(text, value=size, threshold=_SHIFT, advice=ROTATE)
         return
     kept = probe.kept(stream)
     size = float(probe.differences(shifted, probe.reference)[kept].max())
@@ -178,6 +184,43 @@ def _shifted(probe: Probe, stream: Stream, count: int) -> tuple[Tensor | None, T
         return output[:, count:], probe.output({stream.name: swapped})
     except NotApplicable:
         return None, None
+
+
+def _not_toeplitz(probe: Probe, stream: Stream) -> float:
+    """Return by how much attention scores at one distance differ if all tokens are equal; 0 if not known.
+
+    Equal tokens have equal vectors in each layer, and relative positions give scores of the distance alone.
+    """
+    scores = _Scores(stream.length)
+    first = stream.tensor[probe.kept(stream)][:1]
+    with scores:
+        probe.output({stream.name: first.expand(stream.tensor.shape).contiguous()})
+    worst = 0.0
+    for x in scores.found:
+        scale = float(x.abs().amax())
+        if scale and scale < float("inf"):
+            worst = max(worst, float((x[:, 1:, 1:] - x[:, :-1, :-1]).abs().max()) / scale)
+    return worst
+
+
+class _Scores(TorchDispatchMode):
+    """Keeps the products of queries and keys, ``(N, T, T)``."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.length, self.found = length, list[Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, square = func._schema.name, (self.length, self.length)  # noqa: SLF001
+        # weights times values have a sum over positions
+        if name == "aten::bmm" and result.shape[1:] == square and args[0].shape[2] != self.length:
+            self.found.append(result)
+        elif "scaled_dot_product" in name:
+            q, k = args[0].flatten(0, -3), args[1].flatten(0, -3)
+            if q.shape == k.shape and q.shape[1] == self.length:
+                self.found.append(q @ k.mT)
+        return result
 
 
 # details
