@@ -74,7 +74,9 @@ def shapes(draw):
     if rows == 1 and draw(st.booleans()):
         return (columns,)
     inner = draw(st.sampled_from([1, 2, 3, 8]))
-    return (rows, columns // inner, inner) if columns % inner == 0 and draw(st.booleans()) else (rows, columns)
+    return (
+        (rows, columns // inner, inner) if columns % inner == 0 and draw(st.booleans()) else (rows, columns)
+    )
 
 
 @given(
