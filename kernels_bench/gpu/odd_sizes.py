@@ -18,7 +18,14 @@ import torch
 import gradiometer as gm
 from gradiometer import ops
 from gradiometer.columns import CURSOR_SIZE, DEFAULT_THRESHOLDS, PAIR_COLUMNS, Cursor
-from gradiometer.ops import activation_reference, exponent_reference, pair_reference, reference, tap_partials
+from gradiometer.ops import (
+    activation_reference,
+    exponent_reference,
+    line_reference,
+    pair_reference,
+    reference,
+    tap_partials,
+)
 from gradiometer.recorder import Recorder
 from kernels_bench import scripts
 
@@ -45,7 +52,7 @@ def main(argv=None) -> int:
         parser.error(f"--device {device}: torch sees no GPU here; use --device cpu for the same comparison")
     torch.manual_seed(0)
     all_wrong = []
-    for section in (statistics, exponents, pairs, activations, partial_sums, clipping):
+    for section in (statistics, exponents, lines, pairs, activations, partial_sums, clipping):
         count, wrong = section(device, small=options.small)
         # a checker is slow, and may be cut off
         print(f"{section.__name__}: {count} tensors, wrong: {wrong or 'none'}", flush=True)
@@ -134,6 +141,26 @@ def exponents(device, *, small):
             wrong.append(f"record in step {step}")
         recorder.advance()
     return len(host), wrong
+
+
+# lines, merge_lines
+
+
+def lines(device, *, small):
+    wrong, count = [], 0
+    for dtype in DTYPES:
+        for shape in ((5, 7), (300, 5), (17, 1023), (2, 3, 2049))[: 2 if small else None]:
+            x = torch.randn(shape).to(dtype)
+            x.view(-1)[5] = math.nan
+            for start in STARTS[: 2 if small else None]:
+                there = placed(x, device, start)
+                for here, other in ((x, there), (x.mT, there.mT)):
+                    count += 1
+                    found, expected = ops.measure_lines([other]).cpu(), line_reference.line_stats([here])
+                    # normal numbers, summed in another order
+                    if not torch.allclose(found, expected, rtol=1e-12, atol=1e-11):
+                        wrong.append(f"{dtype} {tuple(here.shape)} from {start}")
+    return count, wrong
 
 
 # pairs, finalize_pairs

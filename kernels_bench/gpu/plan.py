@@ -36,6 +36,7 @@ NEW = {
     "compiled-taps": ("compiles", 240, "taps"),
     "pairs": ("not compiles", 150, "pairs"),
     "exponents": ("not compiles", 120, "exponents"),
+    "lines": ("not compiles", 60, "lines"),
     "clip": ("not compiles", 150, "adaptive_clip", "noise_scale"),
 }
 RECORDED = {

@@ -161,6 +161,14 @@ def exponent_launches_of(tensors: Sequence[torch.Tensor], target: str = "sm_90")
     return launches
 
 
+def line_launches_of(tensors: Sequence[torch.Tensor], target: str = "sm_90") -> list[Launch]:
+    """Return the launches that measuring the lines of these tensors makes on such a GPU."""
+    uses_kernels = mock.patch.object(dispatch, "uses_kernels", return_value=True)
+    with recorded_launches() as launches, launching_for(target), uses_kernels:
+        torch.ops.gradiometer.line_stats(list(tensors))
+    return launches
+
+
 def moments_launch(dtype: torch.dtype, target: str = "sm_90", *, fingerprint: bool = False) -> Launch:
     return launches_of([torch.zeros(9, dtype=dtype)], target=target, fingerprint=fingerprint)[0]
 
@@ -207,6 +215,8 @@ def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Varian
             found.setdefault(launch.variant_of(target), Variant("fingerprint", dtype, "", launch))
             for launch in exponent_launches_of(tensors, target):
                 found.setdefault(launch.variant_of(target), Variant("exponents", dtype, "", launch))
+        launch = line_launches_of([torch.zeros(9, 9, dtype=dtype)], target)[0]
+        found.setdefault(launch.variant_of(target), Variant("lines", dtype, "", launch))
         # of an aligned tensor; activations that are not are rare, and then the loads are narrow
         launch = activation_launch(torch.zeros(100, 1000, dtype=dtype), target)
         found.setdefault(launch.variant_of(target), Variant("activation", dtype, "", launch))

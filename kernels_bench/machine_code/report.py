@@ -29,7 +29,7 @@ from kernels_bench.machine_code.roofline import GPUS, binding, times
 from kernels_bench.machine_code.tables import joined, markdown, show
 
 # the moments kernel without and with fingerprints, the one that merges, the same for pairs of tensors, and
-# those for counts by magnitude and for activations
+# those for counts by magnitude, for activations, and for rows and columns
 KERNELS = (
     "moments",
     "fingerprint",
@@ -39,9 +39,13 @@ KERNELS = (
     "finalize pairs",
     "exponents",
     "activation",
+    "lines",
 )
 # those that read tensors, and how many
-READS = {"moments": 1, "fingerprint": 1, "pairs": 2, "pairs+g": 3, "exponents": 1, "activation": 1}
+READS = dict.fromkeys(("moments", "fingerprint", "exponents", "activation", "lines"), 1) | {
+    "pairs": 2,
+    "pairs+g": 3,
+}
 
 
 def code_rows(target: str, dtypes: list[str], kernels: list[str], sass: Path | None) -> list[dict]:

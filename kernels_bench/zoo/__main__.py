@@ -4,6 +4,7 @@ python -m kernels_bench.zoo                       # all runs: tables and JSON in
 python -m kernels_bench.zoo --kinds gpt --seeds 1 # some of them
 python -m kernels_bench.zoo --list                # the names
 python -m kernels_bench.zoo --family transformers # the second family; --held-out adds its held-out faults
+python -m kernels_bench.zoo --family contracts    # models that check_model examines before they train
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ PEERS = ("pulsegrad", "trainscope")
 
 def main(argv=None):
     parser = scripts.parser("kernels_bench.zoo", __doc__)
-    parser.add_argument("--family", choices=("first", "transformers"), default="first", help="default: first")
-    parser.add_argument("--held-out", action="store_true", help="add the held-out faults of transformers")
+    parser.add_argument(
+        "--family", choices=("first", "transformers", "contracts"), default="first", help="default: first"
+    )
+    parser.add_argument("--held-out", action="store_true", help="add the held-out faults of a family")
     parser.add_argument("--kinds", default="", help="a regular expression: healthy kinds and faults to run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--steps", type=int, help="at most this number of steps in a run")
@@ -41,10 +44,9 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default=Path("build/zoo"), help="folder (default: build/zoo)")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     args = parser.parse_args(argv)
-    if args.family == "transformers":
-        from kernels_bench.zoo.transformers import command
-
-        return command.main(args, argv)
+    if args.family != "first":
+        family = importlib.import_module(f"kernels_bench.zoo.{args.family}.command")
+        return family.main(args, argv)
     names = [name for name in [*KINDS, *FAULTS] if re.search(args.kinds, name)]
     if not names:
         parser.error(f"--kinds {args.kinds}: no name matches; --list prints the names")

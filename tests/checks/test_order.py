@@ -51,6 +51,10 @@ class Rotary(nn.Module):
         self.embedding, self.qkv = nn.Embedding(13, 8), nn.Linear(8, 24)
         self.rotary_speed, self.head = 1.0, nn.Linear(8, 13)
 
+    def add_rotary(self):
+        self.rotary = nn.Identity()
+        return self
+
     def rotate(self, x, places, kind):
         angles = places[..., None] * torch.tensor([1.0, 0.3, 0.1, 0.03], dtype=x.dtype)
         if kind == "neighbors":
@@ -75,15 +79,27 @@ class Rotary(nn.Module):
 
 def rotary(mistake=""):
     torch.manual_seed(2)
-    model = Rotary(mistake)
-    model.rotary = nn.Identity()
-    return model
+    return Rotary(mistake).add_rotary()
 
 
 def test_rotary_positions_are_relative():
     assert result(rotary(), text()).status == "holds"
     assert "not relative" in result(rotary("mixed"), text()).text
     assert "not relative" in result(rotary("queries only"), text()).text
+
+
+def test_rotary_positions_without_an_argument_or_a_mask():
+    class Fixed(Rotary):
+        def forward(self, tokens):
+            return super().forward(tokens)
+
+    def made(mistake=""):
+        torch.manual_seed(2)
+        return Fixed(mistake).add_rotary()
+
+    assert result(made(), text(length=6)).status == "holds"
+    assert "scores at equal distances differ" in result(made("mixed"), text(length=6)).text
+    assert "scores at equal distances differ" in result(made("queries only"), text(length=6)).text
 
 
 def test_a_layer_that_does_not_see_the_order_is_named():

@@ -228,3 +228,22 @@ def test_attention_over_the_batch_is_told_behind_a_causal_mask():
 
     found = result(Swapped(causal=True), text(), "examples")
     assert "change the output of example 2" in found.text
+
+
+def test_a_causal_mask_in_cross_attention_is_told():
+    class Both(nn.Module):
+        def __init__(self, *, causal):
+            super().__init__()
+            self.embedding, self.causal = nn.Embedding(13, 8), causal
+            self.encoder = nn.LSTM(8, 4, batch_first=True, bidirectional=True)
+            self.cross = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, source, tokens):
+            memory, x = self.encoder(self.embedding(source))[0], self.embedding(tokens)
+            mask = torch.ones(x.shape[1], memory.shape[1], dtype=torch.bool).tril().logical_not()
+            return x + self.cross(x, memory, memory, attn_mask=mask if self.causal else None)[0]
+
+    batch = {"source": text(length=9)["tokens"], **text(length=6)}
+    assert result(Both(causal=False), batch, "bidirectional").status == "holds"
+    found = result(Both(causal=True), batch, "bidirectional")
+    assert found.text == "cross: the last output of the encoder does not change the first position"

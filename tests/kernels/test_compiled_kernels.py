@@ -32,7 +32,7 @@ from gradiometer.columns.fingerprint import Fingerprint, geometric, power
 from gradiometer.control import per_tensor_clip, z_score_clip
 from gradiometer.control import scale as eager_scale
 from gradiometer.control.adaptive_clip import AdaptiveClip, Gradients
-from gradiometer.ops import clipping, dispatch, launch_plans
+from gradiometer.ops import clipping, dispatch, launch_plans, line_reference, measure_lines
 from gradiometer.ops import tensors as tensor_ops
 from gradiometer.ops.launch_plans import ChunkMap, chunk_map_of
 from gradiometer.stats import norms_of
@@ -461,6 +461,42 @@ def test_the_partials_of_thousands_of_chunks_of_pairs_are_merged(target):
     with kernels(target):
         columns = launchers.finalize_pairs(chunk_map.table, partials, len(counts))
     assert columns.tolist() == expected
+
+
+# rows and columns of matrices
+
+
+@each_pair
+def test_lines_are_measured_exactly_and_read_once(target, dtype):
+    # of small integers, even projections are exact; views begin anywhere
+    wide, tall, long = [
+        integers(rows * columns, dtype, start).view(rows, columns)
+        for rows, columns, start in ((9, 257, 1), (257, 3, 0), (1, 4100, 1))
+    ]
+    for x in (wide, wide[:, ::2], wide[:3, :5].t(), tall, long):
+        with kernels(target) as launches:
+            found = measure_lines([x])
+        assert same_bits(found, line_reference.line_stats([x]))
+        if launches:
+            names = [launch.kernel for launch in launches]
+            assert names == ["_lines_kernel", "_merge_lines_kernel", "_merge_lines_kernel"]
+            reads = launches[0].reads(x)
+            assert (reads.max(), reads.sum()) == (1, x.nbytes)
+
+
+@each_pair
+def test_equal_lines_have_equal_bits_wherever_they_are(target, dtype):
+    x = torch.randn(20, 300, generator=torch.Generator().manual_seed(0))
+    places = [0, 3, 7, 8, 19]
+    x[:, 5] = math.nan
+    x[places] = x[0].clone()
+    x = x.to(dtype)
+    with kernels(target):
+        rows = measure_lines([x]).split([20, 300])[0]
+        columns = measure_lines([x.t().contiguous()]).split([300, 20])[1]
+    for lines in (rows, columns):
+        bits = lines.view(torch.int64)
+        assert [i for i in range(20) if torch.equal(bits[i], bits[0])] == places
 
 
 # the ring

@@ -47,6 +47,7 @@ from kernels_bench.machine_code.compile import (
     exponent_launches_of,
     launches_of,
     launching_for,
+    line_launches_of,
     moments_code,
     moments_launch,
     pair_launches_of,
@@ -485,7 +486,7 @@ def test_there_is_one_launch_a_dtype_and_one_more():
 def test_a_launch_compares_no_global_of_its_kernel():
     # Triton compares them at every launch with the values that were compiled, which takes time on the host
     launches = [*record_launches(torch.float32, "sm_90"), scale_launch(torch.float32, "sm_90")]
-    for launch in [*launches, activation_launch(torch.zeros(9))]:
+    for launch in [*launches, activation_launch(torch.zeros(9)), *line_launches_of([torch.zeros(9)])]:
         kernel = launch.kernel
         assert kernel.cache_key
         assert [name for name, of in kernel.used_global_vals if of == id(kernel.fn.__globals__)] == []
@@ -517,7 +518,7 @@ def test_a_graph_captures_the_kernels_that_the_warm_up_compiled(monkeypatch, ten
 def test_the_variants_of_a_kernel_are_told_apart():
     found = variants("sm_90", [torch.float32, torch.bfloat16])
     names = [(variant.kernel, short(variant.dtype), variant.note) for variant in found]
-    reading = ("moments", "fingerprint", "exponents", "activation", "pairs", "pairs+g")
+    reading = ("moments", "fingerprint", "exponents", "lines", "activation", "pairs", "pairs+g")
     assert names == [
         *[(kernel, dtype, "") for dtype in ("float32", "bfloat16") for kernel in reading],
         ("finalize pairs", "float64", ""),
@@ -884,3 +885,34 @@ def test_a_recorded_histogram_needs_one_more_launch_and_spills_nothing(target, d
     assert len(gated.main_loop.opcodes) == len(plain.main_loop.opcodes)
     assert gated.main_loop.loads == plain.main_loop.loads
     assert (gated.stack, gated.spills) == (plain.stack, plain.spills)
+
+
+# the kernels that read matrices by rows and by columns
+
+
+@few_pairs
+def test_the_kernels_of_lines_spill_nothing_and_flush_nothing(target, dtype):
+    for launch in line_launches_of([torch.zeros(9, 9, dtype=dtype)], target)[:2]:
+        code = launch.compile(target)
+        assert (code.stack, code.spills) == (0, 0)
+        assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
+        # other than in the division of integers
+        flushing = [opcode for opcode in code.opcodes if flushes_subnormals(opcode)]
+        assert set(flushing) <= {"F2I.FTZ.U32.TRUNC.NTZ"}
+
+
+@every_target
+def test_lines_of_any_tensor_are_added_up_by_the_same_code(target):
+    def compiled(x):
+        return [launch.variant_of(target) for launch in line_launches_of([x], target)]
+
+    usual = compiled(torch.zeros(5, 7))
+    assert usual[1] == usual[2]
+    for shape in ((1, 1), (1, 4096), (4096, 1), (1024, 512)):
+        x = torch.zeros(shape)
+        assert compiled(x) == usual
+        assert compiled(x.t()) == usual
+        # misaligned, with gaps, and repeated
+        assert compiled(torch.zeros(x.numel() + 1)[1:].view(shape)) == usual
+        assert compiled(torch.zeros(shape[0], 2 * shape[1])[:, ::2]) == usual
+        assert compiled(x[:1].expand(16, -1)) == usual

@@ -617,7 +617,7 @@ def test_each_test_on_a_gpu_is_in_one_part(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *["taps", "pairs", "exponents", "clip", "ranks"],
+        *["taps", "pairs", "exponents", "lines", "clip", "ranks"],
         *[pytest.param(x, marks=pytest.mark.deep) for x in ("compiled-taps", "captures", "compiled-new")],
     ],
 )

@@ -16,6 +16,7 @@ from torch import nn
 
 import gradiometer as gm
 from conftest import KERNELS
+from gradiometer.ops import measure_lines
 from gradiometer.ops.library import REVISION, digest
 from support.compiling import Kept, needs_compiler
 
@@ -171,6 +172,7 @@ CALLS = {
     "tensor_stats_fingerprints": lambda x: gm.collect([x], fingerprint=True).columns,
     "pair_stats": lambda x: gm.compare([x], [2.0 * x]).columns,
     "exponent_stats": lambda x: gm.collect_exponents([x]).columns,
+    "line_stats": lambda x: measure_lines([x]),
 }
 
 

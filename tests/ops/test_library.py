@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import gradiometer as gm
 from conftest import INTERPRETED, KERNELS
 from gradiometer import ops
-from gradiometer.columns import DEFAULT_THRESHOLDS, EXPONENTS, PAIRS, TENSORS
+from gradiometer.columns import DEFAULT_THRESHOLDS, EXPONENTS, LINES, PAIRS, TENSORS
 from gradiometer.ops import reference
 from support import oracle, strategies
 from support.gradients import bit_patterns
@@ -43,7 +43,7 @@ LISTS = {
 
 SCALES = (None, torch.tensor(0.5), torch.tensor([0.25], dtype=torch.float64))
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-EACH = ("tensor_stats", "tensor_stats_fingerprints", "pair_stats")
+EACH = ("tensor_stats", "tensor_stats_fingerprints", "pair_stats", "line_stats")
 if INTERPRETED or not KERNELS:
     # support/ptx.py does not execute its kernel
     EACH += ("exponent_stats",)
@@ -66,7 +66,7 @@ def arguments(name, make, inv_scale=None):
     """Return the arguments of an op; ``make`` returns tensors of the same form for each seed."""
     if name == "pair_stats":
         return make(0), make(1), make(2)
-    return (make(0),) if name == "exponent_stats" else (make(0), *LIMITS, inv_scale)
+    return (make(0),) if name in {"exponent_stats", "line_stats"} else (make(0), *LIMITS, inv_scale)
 
 
 def results(name, args):
@@ -128,11 +128,13 @@ def test_fakes_of_a_device_that_is_not_there_stay_on_it(device):
         columns, flags = call([x, x.t(), x.to(torch.complex64)], torch.ones((), device=device))
         of_pairs = op("pair_stats")([x, x.t()], [x.float(), x.t()], [x, x.new_empty(0)])
         counts = op("exponent_stats")([x, x.t()])
+        lines = op("line_stats")([x, x.t(), x.to(torch.complex64)])
     for found, shape, dtype in (
         (columns, (3, TENSORS.width), torch.float64),
         (flags, (3,), torch.int32),
         (of_pairs, (2, PAIRS.width), torch.float64),
         (counts, (2, EXPONENTS.width), torch.int64),
+        (lines, (9 + 9 + 14, LINES.width), torch.float64),
     ):
         assert (found.shape, found.dtype, found.device) == (shape, dtype, x.device)
 

@@ -10,7 +10,15 @@ if TYPE_CHECKING:
 
     from kernels_bench.zoo.contracts.subjects import Subject
 
-GROUPS = ("behaviour", "gradients", "initialization", "configuration")
+# the contracts of `check_model`, by group
+CONTRACTS = {
+    "behaviour": "causal bidirectional padding examples order repeatable dropout cache attention "
+    "normalization",
+    "gradients": "parameter_gradients input_gradients tied_weights registered optimizer weight_decay",
+    "initialization": "repeated_weights initial_scales initial_spread first_loss",
+    "configuration": "configuration buffers modes",
+}
+GROUPS = tuple(CONTRACTS)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradiometer.checks.contract import contract
 from gradiometer.checks.report import Evidence, NotApplicable
@@ -113,7 +114,8 @@ def _blind_layers(probe: Probe, stream: Stream) -> Iterator[Evidence]:
     """Call each layer with two of its inputs exchanged: all or none should see it."""
     layers = _layers(probe, stream)
     found = _swap(probe, stream)
-    if len(layers) < 2 or found is None or not stream.is_sequence:
+    # with positions in their input, layers need not see the order
+    if len(layers) < 2 or found is None or not stream.is_sequence or _learned(probe):
         return
     (i, j), _ = found
     blind: list[str] = []
@@ -124,11 +126,7 @@ def _blind_layers(probe: Probe, stream: Stream) -> Iterator[Evidence]:
             continue
         args, kwargs, output = calls[layer]
         expected = _hidden(output)
-        try:
-            result = probe.call(layer, (_exchanged(args[0], i, j), *args[1:]), kwargs)
-        except Exception:  # noqa: BLE001 such as a cache that has these tokens already
-            return
-        after = _hidden(result)
+        after = _hidden(probe.call(layer, (_exchanged(args[0], i, j), *args[1:]), kwargs))
         if after.shape != expected.shape:
             return
         if probe.is_causal:
@@ -145,12 +143,22 @@ def _blind_layers(probe: Probe, stream: Stream) -> Iterator[Evidence]:
 
 def _not_relative(probe: Probe, stream: Stream) -> Iterator[Evidence]:
     """Shift all positions: rotary ones are relative, so nothing should change."""
-    learned = [name for name, _ in probe.model.named_parameters() if _LEARNED.search(name)]
-    if not _rotary(probe) or learned or not stream.is_tokens or probe.aligned != stream or stream.length < 3:
+    if (
+        not _rotary(probe)
+        or _learned(probe)
+        or not stream.is_tokens
+        or probe.aligned != stream
+        or stream.length < 3
+    ):
         return
     count = 3
     shifted, other = _shifted(probe, stream, count)
     if shifted is None or other is None:
+        size = _not_toeplitz(probe, stream)
+        if size > max(probe.tolerance, _SHIFT):
+            text = "rotary positions are not relative: of equal tokens, scores at equal distances differ by "
+            text += f"{100 * size:.2g} %"
+            yield Evidence(text, value=size, threshold=_SHIFT, advice=ROTATE)
         return
     kept = probe.kept(stream)
     size = float(probe.differences(shifted, probe.reference)[kept].max())
@@ -178,6 +186,43 @@ def _shifted(probe: Probe, stream: Stream, count: int) -> tuple[Tensor | None, T
         return None, None
 
 
+def _not_toeplitz(probe: Probe, stream: Stream) -> float:
+    """Return by how much attention scores at one distance differ if all tokens are equal; 0 if not known.
+
+    Equal tokens have equal vectors in each layer, and relative positions give scores of the distance alone.
+    """
+    scores = _Scores(stream.length)
+    first = stream.tensor[probe.kept(stream)][:1]
+    with scores:
+        probe.output({stream.name: first.expand(stream.tensor.shape).contiguous()})
+    worst = 0.0
+    for x in scores.found:
+        scale = float(x.abs().amax())
+        if scale and scale < float("inf"):
+            worst = max(worst, float((x[:, 1:, 1:] - x[:, :-1, :-1]).abs().max()) / scale)
+    return worst
+
+
+class _Scores(TorchDispatchMode):
+    """Keeps the products of queries and keys, ``(N, T, T)``."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.length, self.found = length, list[Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, square = func._schema.name, (self.length, self.length)  # noqa: SLF001
+        # weights times values have a sum over positions
+        if name == "aten::bmm" and result.shape[1:] == square and args[0].shape[2] != self.length:
+            self.found.append(result)
+        elif "scaled_dot_product" in name:
+            q, k = args[0].flatten(0, -3), args[1].flatten(0, -3)
+            if q.shape == k.shape and q.shape[1] == self.length:
+                self.found.append(q @ k.mT)
+        return result
+
+
 # details
 
 
@@ -189,6 +234,11 @@ def _known_positions(probe: Probe) -> str:
         return found
     attribute = "max_position_embeddings"
     return f"config.{attribute}" if getattr(probe.config, attribute, None) else ""
+
+
+def _learned(probe: Probe) -> bool:
+    """Return whether there is a table of positions, of parameters."""
+    return any(_LEARNED.search(name) for name, _ in probe.model.named_parameters())
 
 
 def _rotary(probe: Probe) -> str:

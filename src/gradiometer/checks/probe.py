@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+# the standard deviation of weights in place of those that are all 0
+_SMALL: Final = 0.02
 # how many times the measured rounding error two outputs may differ, and the least such error in roundings
 _FACTOR, _LEAST = 16.0, 8.0
 
@@ -78,6 +80,9 @@ class Probe:
             ValueError: if the model does not run on the batch, or returns no tensor.
         """
         with self._settings(training=False), torch.no_grad():
+            if self._forward is None and self.config is not None and self.batch.takes("use_cache"):
+                # layers that are called again would find what they have stored
+                self._defaults = {"use_cache": False}
             self._find_decoder_inputs()
             native = self._call({})
         if native is None:
@@ -163,9 +168,10 @@ class Probe:
             return found
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module of the model as in evaluation mode, without a graph."""
-        with self._settings(training=False), torch.no_grad():
+        """Call a module as in evaluation mode, without a graph; None if it fails with these inputs."""
+        with self._settings(training=False), torch.no_grad(), suppress(Exception):
             return module(*args, **kwargs)
+        return None
 
     def captured(
         self, modules: Iterable[nn.Module], changes: Mapping[str, Any] | None = None
@@ -194,29 +200,46 @@ class Probe:
     def rounding(self) -> float:
         """The largest change of the output, in proportion to `scale`, if each weight changes by its rounding.
 
-        The rounding is that of the narrowest dtype in which the model computes anything.
+        The rounding is that of the narrowest dtype in which the model computes anything, float32 at most,
+        unless it runs in a narrower one itself.
         """
+        least = torch.finfo(self.dtype).eps
+        return self._error_of(max(least, min(self._narrowest, torch.finfo(torch.float32).eps)))
+
+    @property
+    def tolerance(self) -> float:
+        """The largest difference of two outputs, in proportion to `scale`, that rounding explains.
+
+        It is for inputs of equal shapes, which are computed in the same order.
+        """
+        return _FACTOR * self.rounding
+
+    @cached_property
+    def tolerance_of_shapes(self) -> float:
+        """The same for inputs of other shapes, where the narrowest dtype of all matters."""
+        return _FACTOR * self._error_of(max(self._narrowest, torch.finfo(self.dtype).eps))
+
+    @cached_property
+    def _narrowest(self) -> float:
         seen = _Dtypes()
         with seen:
             self.output()
-        narrowest = max([torch.finfo(x).eps for x in seen.dtypes], default=torch.finfo(self.dtype).eps)
+        return max([torch.finfo(x).eps for x in seen.dtypes], default=0.0)
+
+    def _error_of(self, eps: float) -> float:
+        """Return the largest change of the output if each weight changes by up to ``eps`` of itself."""
         weights = list(dict.fromkeys(copy for *_, copy in self._copies)) or list(_floating(self.model))
         before = [p.data for p in weights]
         generator = torch.Generator(device="cpu").manual_seed(0)
         try:
             for p in weights:
                 noise = torch.rand(p.shape, generator=generator, device="cpu", dtype=torch.float64)
-                p.data = p.data * (1 + narrowest * (2 * noise.to(p.device) - 1)).to(p.dtype)
+                p.data = p.data * (1 + eps * (2 * noise.to(p.device) - 1)).to(p.dtype)
             error = self.distance(self.output(), self.reference)
         finally:
             for p, data in zip(weights, before, strict=True):
                 p.data = data
-        return max(error, _LEAST * narrowest) if error < float("inf") else _LEAST * narrowest
-
-    @property
-    def tolerance(self) -> float:
-        """The largest difference of two outputs, in proportion to `scale`, that rounding explains."""
-        return _FACTOR * self.rounding
+        return max(error, _LEAST * eps) if error < float("inf") else _LEAST * eps
 
     def distance(self, a: Tensor, b: Tensor) -> float:
         """Return the largest difference of elements, in proportion to `scale`; equal infinities are equal."""
@@ -309,6 +332,9 @@ class Probe:
         generator = torch.Generator(device="cpu").manual_seed(seed)
         if stream.is_tokens:
             known = x[self.kept(stream)].unique()
+            # those of all rows, such as the end of a text, may be looked for
+            rare = torch.stack([y for y in known if not bool((x == y).any(1).all())]) if len(x) > 1 else known
+            known = rare if len(rare) > 1 else known
             if len(known) < 2:
                 raise NotApplicable(f"all tokens in {stream.name} are equal; pass a batch of real data")
             # another one of those that are known
@@ -332,10 +358,19 @@ class Probe:
     def _in(self, dtype: torch.dtype) -> list[tuple[nn.Module, dict[str, Any], str, Tensor]]:
         """Return copies of parameters and buffers in a dtype; tied ones have one copy.
 
+        Those that are 0 have small random values, unless they are biases.
+
         The parameters themselves stay as they are: autograd would forget the hooks of one that gets another
         dtype, among them those of DistributedDataParallel.
         """
-        copies = {x: nn.Parameter(x.detach().to(dtype), requires_grad=False) for x in _floating(self.model)}
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        copies: dict[Tensor, nn.Parameter] = {}
+        for x in _floating(self.model):
+            copies[x] = nn.Parameter(x.detach().to(dtype), requires_grad=False)
+            # a head, a gate or positions that start at 0 would hide what comes before
+            if x in names and not names[x].endswith("bias") and not bool(x.any()):
+                copies[x].data.copy_(_SMALL * torch.randn(x.shape, generator=generator, device="cpu"))
         return [
             (module, table, name, copies[x] if isinstance(x, nn.Parameter) else copies[x].data)
             for module in self.model.modules()
@@ -346,7 +381,8 @@ class Probe:
 
     def _call(self, changes: Mapping[str, Any]) -> Tensor | None:
         changes = self._defaults | dict(changes)
-        batch = self.batch.changed(changes, labels=not self._defaults) if changes else self.batch.given
+        labels = "decoder_input_ids" not in self._defaults
+        batch = self.batch.changed(changes, labels=labels) if changes else self.batch.given
         batch = _cast(batch, self.dtype)
         if self._forward is not None:
             return output_of(self._forward(self.model, batch))
@@ -370,7 +406,7 @@ class Probe:
         finally:
             handle.remove()
         if found and isinstance(found[0], Tensor):
-            self._defaults = {name: found[0]}
+            self._defaults[name] = found[0]
 
     @contextmanager
     def _settings(self, *, training: bool, dropout: bool = True) -> Iterator[None]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor, nn
 
 from gradiometer.checks.contract import contract
 from gradiometer.checks.report import Evidence, NotApplicable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import TypeGuard
 
     from gradiometer.checks.batch import Stream
     from gradiometer.checks.probe import Probe
@@ -30,6 +30,7 @@ EXAMPLES: Final = (
     "look at batch_first, at reshapes that mix the first two dimensions, and at norms or softmaxes over "
     "dimension 0"
 )
+WHOLE: Final = "let each position of the decoder attend to the whole output of the encoder"
 # positions that are tried
 _MOST: Final = 6
 
@@ -103,26 +104,90 @@ def _reads_source(probe: Probe) -> Iterator[Evidence]:
                 f"{what} does not change the first output of the decoder",
                 value=float(change.max()),
                 threshold=probe.tolerance,
-                advice="let each position of the decoder attend to the whole output of the encoder",
+                advice=WHOLE,
             )
+            return
+        yield from _reads_memory(probe, stream)
+
+
+def _reads_memory(probe: Probe, stream: Stream) -> Iterator[Evidence]:
+    """Call each layer that has two inputs with another last vector of the encoder's output."""
+    aligned = probe.aligned
+    assert aligned is not None  # noqa: S101 the caller looks
+    for module, (args, kwargs, output) in probe.captured(probe.names).items():
+        first = output[0] if isinstance(output, tuple) and output else output
+        inputs = [v for v in [*args, *kwargs.values()] if isinstance(v, Tensor)]
+        x = next((v for v in inputs if _is_vectors(v, aligned.tensor.shape)), None)
+        memory = next((v for v in inputs if v is not x and _is_memory(v, stream)), None)
+        if x is None or memory is None or torch.equal(x, memory) or not _is_vectors(first, x.shape[:2]):
+            continue
+        kept = probe.kept(stream) if stream.is_tokens else memory.new_ones(memory.shape[:2], dtype=torch.bool)
+        last = torch.arange(kept.shape[1], device=kept.device) == (kept.sum(1, keepdim=True) - 1)
+        found = list(_encodes(probe, stream, module, memory, kept & ~last))
+        if found:
+            yield from found
+            return
+        other = torch.where(last[..., None], -memory + memory.std(), memory)
+        swapped = [other if v is memory else v for v in args]
+        named = {key: other if v is memory else v for key, v in kwargs.items()}
+        after = probe.call(module, tuple(swapped), named)
+        after = after[0] if isinstance(after, tuple) else after
+        if not _is_vectors(after, first.shape):
+            continue
+        change = float((after - first)[:, 0].abs().max())
+        if change <= probe.tolerance * float(first.abs().max()):
+            text = f"{probe.names[module]}: the last output of the encoder does not change the first position"
+            yield Evidence(text, name=probe.names[module], value=change, advice=WHOLE)
+            return
+
+
+def _encodes(
+    probe: Probe, stream: Stream, module: nn.Module, memory: Tensor, earlier: Tensor
+) -> Iterator[Evidence]:
+    """Change the last token of the source, and look at the earlier outputs of the encoder."""
+    x = stream.tensor
+    if stream.is_tokens:
+        kept = probe.kept(stream)
+        where = torch.arange(kept.shape[1], device=kept.device) == (kept.sum(1, keepdim=True) - 1)
+        changed = probe.changed(stream, where)
+    else:
+        # frames are the dimension that the encoder reads, by a stride
+        steps = 1 if x.shape[1] % memory.shape[1] == 0 and x.shape[1] > x.shape[2] else 2
+        changed = x.clone()
+        part = changed.narrow(steps, x.shape[steps] - 1, 1)
+        part.copy_(-part + x.std())
+    args, kwargs, _ = probe.captured([module], {stream.name: changed})[module]
+    after = next(v for v in [*args, *kwargs.values()] if isinstance(v, Tensor) and _is_same(v, memory))
+    # a convolution mixes neighbors
+    count = int(earlier.sum(1).min()) // 2
+    change = float((after - memory)[:, :count].abs().max()) if count else 1.0
+    if change <= probe.tolerance * float(memory.abs().max()):
+        text = f"the last token of {stream.name} does not change the first {count} outputs of the encoder"
+        yield Evidence(text, value=change, threshold=probe.tolerance, advice=ENCODER)
 
 
 @contract("behaviour", "masked and padded tokens change nothing")
 def padding(probe: Probe) -> Iterator[Evidence]:
     """Change masked tokens, also with a mask that hides the first tokens; then append masked tokens."""
-    streams = [x for x in probe.streams if x.is_sequence and _mask_name(probe, x)]
+    streams = [x for x in probe.streams if x.is_sequence and x.mask]
     if not streams:
         raise NotApplicable("the batch has no mask of tokens, such as attention_mask")
     for stream in streams:
-        name = _mask_name(probe, stream)
+        name = stream.mask
         assert name is not None  # noqa: S101 chosen above
         kept = probe.kept(stream)
         tried = []
-        if not bool(kept.all()):
-            tried.append(("masked tokens", kept))
+        aligned = probe.aligned
         places = torch.arange(stream.length, device=kept.device)
         count = max(1, stream.length // 4)
-        if stream.length > 2:
+        if not probe.is_encoder_decoder and aligned is None:
+            # the output may be that of the first token or of the last one that is not padding
+            middle = int(kept.sum(1).min()) // 2
+            if 0 < middle < stream.length - 1:
+                tried.append((f"token {middle}, masked,", kept & (places != middle)))
+        elif not bool(kept.all()):
+            tried.append(("masked tokens", kept))
+        if stream.length > 2 and aligned is not None:
             # the other side, too: behind a causal mask, later tokens tell nothing
             tried += [(f"the first {count} tokens, masked,", kept & (places >= count))]
             if bool(kept.all()):
@@ -136,13 +201,27 @@ def padding(probe: Probe) -> Iterator[Evidence]:
 
 def _ignores(probe: Probe, stream: Stream, name: str, kept: Tensor, what: str) -> Iterator[Evidence]:
     mask = {name: probe.batch.as_mask(name, kept)}
-    before = probe.output(mask)
-    after = probe.output(mask | {stream.name: probe.changed(stream, ~kept)})
+    other = mask | {stream.name: probe.changed(stream, ~kept)}
+    before, after, tolerance = _outputs(probe, mask, other)
     change = _where_kept(probe, stream, probe.differences(after, before), kept)
     size = float(change.max()) if change.numel() else 0.0
-    if size > probe.tolerance:
+    if size > tolerance:
         text = f"{what} of {stream.name} change other outputs by {_percent(size)}"
-        yield Evidence(text, value=size, threshold=probe.tolerance, advice=MASK)
+        yield Evidence(text, value=size, threshold=tolerance, advice=MASK)
+
+
+def _outputs(
+    probe: Probe, first: Mapping[str, Tensor], second: Mapping[str, Tensor], *, same_shapes: bool = True
+) -> tuple[Tensor, Tensor, float]:
+    """Return the outputs for two batches, and by how much they may differ."""
+    before, after = probe.output(first), probe.output(second)
+    tolerance = probe.tolerance if same_shapes else probe.tolerance_of_shapes
+    if not bool(after.isfinite().all()):
+        # where a model takes the least number of one dtype for -inf in another
+        with probe.in_own_dtype():
+            before, after = probe.output(first), probe.output(second)
+            tolerance = max(tolerance, 100 * torch.finfo(probe.dtype).eps)
+    return before, after, tolerance
 
 
 def _ignores_more(probe: Probe, stream: Stream, name: str) -> Iterator[Evidence]:
@@ -162,21 +241,21 @@ def _ignores_more(probe: Probe, stream: Stream, name: str) -> Iterator[Evidence]
         if labels.shape[:2] == kept.shape:
             changes[probe.batch.labels] = torch.cat([labels, labels[:, :more]], 1)
     try:
-        output = probe.output(changes)
+        before, output, tolerance = _outputs(probe, {}, changes, same_shapes=False)
     except NotApplicable:
         # a model for sequences of one length
         return
     if aligned is not None and aligned.name == stream.name:
         output = output[:, : stream.length]
-    if output.shape != probe.reference.shape:
+    if output.shape != before.shape:
         return
-    change = _where_kept(probe, stream, probe.differences(output, probe.reference), kept)
+    change = _where_kept(probe, stream, probe.differences(output, before), kept)
     size = float(change.max()) if change.numel() else 0.0
-    if size > probe.tolerance:
+    if size > tolerance:
         text = (
             f"{more} more masked tokens at the end of {stream.name} change other outputs by {_percent(size)}"
         )
-        yield Evidence(text, value=size, threshold=probe.tolerance, advice=MASK)
+        yield Evidence(text, value=size, threshold=tolerance, advice=MASK)
 
 
 @contract("behaviour", "examples of a batch do not change each other")
@@ -186,6 +265,8 @@ def examples(probe: Probe) -> Iterator[Evidence]:
     if not streams or probe.reference.dim() == 0 or len(streams[-1].tensor) != len(probe.reference):
         raise NotApplicable("the batch has one example, or the output has no dimension of examples")
     rows = len(probe.reference)
+    if probe.reference.shape[1:] == (rows,):
+        raise NotApplicable("the output may be a matrix of pairs of examples")
     others = [x for x in probe.batch.tensors.values() if x.dim() > 0 and not _is_of_examples(x, rows)]
     if others:
         raise NotApplicable("dimension 0 of the inputs may be that of nodes of a graph, not of examples")
@@ -193,11 +274,9 @@ def examples(probe: Probe) -> Iterator[Evidence]:
         before = probe.output(training=training) if training else probe.reference
         # behind a causal mask over examples, the first one does not see the others
         for row in (0, rows - 1):
-            others = torch.arange(rows) != row
+            rest = torch.arange(rows) != row
             changes = {
-                x.name: probe.changed(
-                    x, others.view(-1, 1).expand(x.tensor.shape[:2]) if x.is_tokens else others
-                )
+                x.name: probe.changed(x, rest.view(-1, 1).expand(x.tensor.shape[:2]) if x.is_tokens else rest)
                 for x in streams
                 if len(x.tensor) == rows
             }
@@ -227,6 +306,26 @@ def _is_of_examples(x: Tensor, rows: int) -> bool:
     return len(x) == rows and not (x.is_floating_point() and x.shape[1:] == (rows,))
 
 
+def _is_vectors(x: object, shape: Sequence[int]) -> TypeGuard[Tensor]:
+    return (
+        isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point() and x.shape[:2] == tuple(shape[:2])
+    )
+
+
+def _is_memory(x: Tensor, stream: Stream) -> bool:
+    """Return whether a tensor may be the output of an encoder of this input."""
+    shape = stream.tensor.shape
+    if stream.is_tokens:
+        return _is_vectors(x, shape)
+    return (
+        _is_vectors(x, x.shape) and len(x) == shape[0] and any(size % x.shape[1] == 0 for size in shape[1:])
+    )
+
+
+def _is_same(x: Tensor, memory: Tensor) -> bool:
+    return x.shape == memory.shape and x.is_floating_point()
+
+
 def _places(count: int) -> list[int]:
     """Return up to `_MOST` positions below ``count``, evenly spaced, with the first and the last."""
     most = min(count, _MOST)
@@ -251,15 +350,6 @@ def _where_kept(probe: Probe, stream: Stream, change: Tensor, kept: Tensor) -> T
     if aligned.name == stream.name:
         return change[kept]
     return change[probe.kept(aligned)]
-
-
-def _mask_name(probe: Probe, stream: Stream) -> str | None:
-    if stream.mask is not None:
-        return stream.mask
-    # that of the encoder, or of the only sequence
-    name = "attention_mask"
-    is_first = stream.name == "input_ids"
-    return name if is_first and stream.is_tokens and probe.batch.takes(name) else None
 
 
 def _cause(probe: Probe, stream: Stream, row: int, place: int, cut: int) -> tuple[int, float]:

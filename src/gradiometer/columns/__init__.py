@@ -29,6 +29,7 @@ from gradiometer.columns.fingerprint import (
     Fingerprint,
     merge_fingerprints,
 )
+from gradiometer.columns.lines import LINES, line_weights
 from gradiometer.columns.pairs import PAIR_COLUMNS, PAIRS
 from gradiometer.columns.ring_layout import (
     CURSOR_SIZE,
@@ -71,6 +72,7 @@ __all__ = [
     "HEADER_SKIPPED",
     "HEADER_STEP",
     "HIGHEST_BINADE",
+    "LINES",
     "LOWEST_BINADE",
     "NUM_FINGERPRINT_COLUMNS",
     "PAIRS",
@@ -90,6 +92,7 @@ __all__ = [
     "bin_of",
     "first_rank",
     "format_of",
+    "line_weights",
     "log2_of",
     "losses",
     "merge_fingerprints",

@@ -16,6 +16,7 @@ from gradiometer.kernels.driver import load_driver
 from gradiometer.kernels.exponents import begin_exponents, classes, exponents
 from gradiometer.kernels.finalize import finalize
 from gradiometer.kernels.fingerprint import NUM_FINGERPRINT_PARTIALS, finalize_fingerprints
+from gradiometer.kernels.lines import lines
 from gradiometer.kernels.moments import PARTIALS, moments
 from gradiometer.kernels.pairs import PAIR_PARTIALS, finalize_pairs, pairs
 from gradiometer.kernels.scale import scale
@@ -36,6 +37,7 @@ __all__ = [
     "finalize",
     "finalize_fingerprints",
     "finalize_pairs",
+    "lines",
     "load_driver",
     "merge_partials",
     "moments",

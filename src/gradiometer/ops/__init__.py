@@ -10,6 +10,8 @@ from gradiometer.ops.dispatch import INSTALL_COMPILER, INTERPRETED, recognize, u
 from gradiometer.ops.exponents import measure_exponents, record_exponents_
 from gradiometer.ops.in_graph import is_exporting, tensor_stats_in_graph
 from gradiometer.ops.launch_plans import LaunchPlan
+from gradiometer.ops.line_reference import line_counts
+from gradiometer.ops.lines import measure_lines
 from gradiometer.ops.merge_rows import merge_rows_
 from gradiometer.ops.pairs import keep_, measure_pairs, recognize_pairs
 from gradiometer.ops.ring import append_, numbers, record_
@@ -28,9 +30,11 @@ __all__ = [
     "is_capturing",
     "is_exporting",
     "keep_",
+    "line_counts",
     "may_measure",
     "measure",
     "measure_exponents",
+    "measure_lines",
     "measure_pairs",
     "merge_rows_",
     "new_store",
