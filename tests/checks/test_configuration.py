@@ -356,14 +356,27 @@ def test_more_rows_of_words_are_told_with_their_shapes(llama):
     assert "the shape of weight is (24, 16), but the config makes it (20, 16)" in result(llama, tokens()).text
 
 
-def test_dropout_that_is_off_everywhere_is_noted():
+def test_dropout_of_the_config_that_is_off_everywhere():
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 20, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
     m = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).train()
-    drops = [x for x in m.modules() if isinstance(x, nn.Dropout)]
-    for x in drops:
-        x.p = 0.0
-    found = result(m, tokens())
-    assert (found.status, found.severity) == ("broken", Severity.INFO)
-    drops[-1].p = 0.1
-    assert result(m, tokens()).is_failure
+    assert result(m, tokens()).status == "holds"
+    for x in m.modules():
+        if isinstance(x, nn.Dropout):
+            x.p = 0.0
+    assert "transformer.drop: p is 0, but the config makes it 0.1" in result(m, tokens()).text
+
+
+def test_what_the_class_freezes_stays_frozen():
+    transformers = pytest.importorskip("transformers")
+
+    class Fixed(transformers.GPT2LMHeadModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.transformer.wpe.requires_grad_(False)
+
+    sizes = {"vocab_size": 20, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    m = Fixed(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).train()
+    assert result(m, tokens()).status == "holds"
+    m.requires_grad_(True)
+    assert result(m, tokens()).evidence[0].name == "transformer.wpe.weight"

@@ -68,13 +68,9 @@ def differences(path: str, module: nn.Module, again: nn.Module) -> Iterator[Evid
                 f"{full} is trained, but the model freezes it when it is made",
                 full,
                 advice="set requires_grad to False, unless it is trained on purpose",
-                severity=Severity.INFO,
             )
-    rates = [x.p for x in given.values() if isinstance(x, DROPOUTS)]
-    without_dropout = bool(rates) and not any(rates)
-    for (kind, what, value, wanted), names in found.items():
-        off = without_dropout and what == "p" and kind.endswith("Dropout")
-        noted = off or bool(_NOTED.search(what)) or (what == "padding_idx" and value == "None")
+    for (_, what, value, wanted), names in found.items():
+        noted = bool(_NOTED.search(what)) or (what == "padding_idx" and value == "None")
         more = f" (so are {len(names) - 1} more)" if len(names) > 1 else ""
         yield Evidence(
             f"{names[0] or type(module).__name__}: {what} is {value}, but the config makes it {wanted}{more}",
