@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
+from gradiometer.rules import Severity
 from support.small_models import Transformer
 
 
@@ -139,6 +140,15 @@ def test_wider_buffers_of_a_narrow_model_are_fine():
     model.norm.float()
     model.inv_freq = model.inv_freq.float()
     assert result(model.to(torch.float64)).status == "holds"
+
+
+def test_frequencies_of_a_model_that_was_cast_are_noted():
+    model = Model(inv_freq=torch.tensor([1.0, 0.1]))
+    model.norm.register_buffer("running_var", None)
+    model.norm.register_buffer("running_mean", None)
+    found = result(model.to(torch.bfloat16))
+    assert (found.status, found.severity) == ("broken", Severity.INFO)
+    assert "inv_freq is bfloat16" in found.text
 
 
 def test_a_model_without_anything():

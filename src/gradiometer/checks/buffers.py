@@ -70,6 +70,8 @@ def _buffer(name: str, x: Tensor, dtypes: set[torch.dtype], devices: set[torch.d
                 x.dtype.itemsize,
                 4,
                 "keep it in float32: compute it again after model.to(dtype), or load the model with dtype=",
+                # model.to(dtype) does so
+                Severity.WARNING if narrow else Severity.INFO,
             )
         elif narrow and len(narrow) == len(dtypes):
             yield Evidence(
