@@ -224,11 +224,22 @@ def test_norms_of_another_class_are_named():
     assert "blocks.1.norm1: class is RMSNorm, but LayerNorm" in result(m).text
 
 
-def test_a_frozen_head_is_noted():
+def test_a_frozen_module_outside_of_layers():
     m = model()
-    m.head.weight.requires_grad = False
+    m.norm.requires_grad_(False)
+    found = result(m)
+    assert found.is_failure
+    assert found.text == "norm.weight is frozen, while most of the model is trained"
+    m.embedding.requires_grad_(False)
     found = result(m)
     assert (found.status, found.severity) == ("broken", Severity.INFO)
+
+
+def test_the_padding_token_of_the_config():
+    for padding, status in ((0, "holds"), (None, "holds"), (1, "holds"), (5, "broken")):
+        m = model()
+        m.config = config(pad_token_id=padding)
+        assert result(m, text(padded=True)).status == status
 
 
 def test_fixed_positions_beside_a_trained_token():

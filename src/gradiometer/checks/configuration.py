@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from gradiometer.checks.batch_values import batch_differences
 from gradiometer.checks.contract import contract
 from gradiometer.checks.made_again import differences, plain, roots
 from gradiometer.checks.probe import DROPOUTS
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 EPS: Final = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps")
 _LAYERS: Final = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers")
 _WORDS: Final = ("vocab_size", "vocabulary_size", "n_vocab", "num_embeddings")
-_POSITIONS: Final = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "max_length")
 # what layers that are made alike have in common; other attributes may follow a pattern
 _COMMON: Final = re.compile(
     r"^(eps|epsilon|variance_epsilon|p|batch_first|norm_first|approximate|negative_slope|.*activation.*|act|act_fn|num_heads|"
@@ -73,7 +73,7 @@ def configuration(probe: Probe) -> Iterator[Evidence]:
     yield from _extremes(probe.model)
     if not probe.is_sharded:
         yield from _position_ids(probe.model)
-        yield from _batch(probe, config)
+        yield from batch_differences(probe, config)
 
 
 # siblings
@@ -161,6 +161,8 @@ def _frozen_halves(model: nn.Module, groups: list[Siblings]) -> Iterator[Evidenc
     frozen = [name for name, p in every.items() if not p.requires_grad]
     if not frozen or 4 * len(frozen) >= len(every):
         return
+    # one module alone is hardly meant
+    alone = len({name.rpartition(".")[0] for name in frozen}) == 1
     layers = {group.name(i) for group in groups for i in range(len(group.layers))}
     for name in frozen:
         path, _, own = name.rpartition(".")
@@ -180,7 +182,7 @@ def _frozen_halves(model: nn.Module, groups: list[Siblings]) -> Iterator[Evidenc
                 f"{name} is frozen, while most of the model is trained",
                 name,
                 advice="set requires_grad to True, unless it is frozen on purpose",
-                severity=Severity.INFO,
+                severity=Severity.WARNING if alone else Severity.INFO,
             )
 
 
@@ -257,81 +259,6 @@ def _position_ids(model: nn.Module) -> Iterator[Evidence]:
             )
 
 
-# the batch
-
-
-def _batch(probe: Probe, config: dict[str, Any]) -> Iterator[Evidence]:
-    key = next((key for key in _POSITIONS[:2] if isinstance(config.get(key), int)), None)
-    stream = probe.aligned
-    if key is not None and stream is not None and stream.is_tokens and 0 < config[key] < stream.length:
-        yield Evidence(
-            f"{stream.name} has {stream.length} tokens, but config.{key} is {config[key]}",
-            value=stream.length,
-            threshold=config[key],
-            advice="truncate the sequences, or make a model of more positions",
-            severity=Severity.INFO if _is_stretched(probe) else Severity.WARNING,
-        )
-    yield from _labels(probe)
-    yield from _padding_rows(probe)
-
-
-def _labels(probe: Probe) -> Iterator[Evidence]:
-    name = probe.batch.labels
-    labels = None if name is None else probe.batch.tensors[name]
-    if labels is None or labels.is_floating_point() or labels.is_complex() or labels.numel() == 0:
-        return
-    if labels.dtype != torch.bool and bool((labels == -100).all()):
-        yield Evidence(f"all of {name} are -100, which losses ignore", advice="pass a batch that has labels")
-        return
-    stream = probe.aligned
-    if stream is not None and stream.mask is not None and labels.shape == stream.tensor.shape:
-        counted = int((labels[~probe.kept(stream)] >= 0).sum())
-        if counted:
-            yield Evidence(
-                f"{counted} padded tokens have labels",
-                value=counted,
-                advice="set the labels of padded tokens to -100, unless the loss leaves them out by a mask",
-                severity=Severity.INFO,
-            )
-    shape, classes = probe.reference.shape, probe.reference.shape[-1] if probe.reference.dim() > 1 else 0
-    # one class of each output
-    if classes > 1 and labels.shape == shape[:-1] and int(labels.max()) >= classes:
-        yield Evidence(
-            f"the largest of {name} is {int(labels.max())}, but the output has {classes} classes",
-            value=int(labels.max()),
-            threshold=classes - 1,
-            advice="labels are from 0 to the number of classes minus 1: set num_labels or vocab_size",
-        )
-
-
-def _padding_rows(probe: Probe) -> Iterator[Evidence]:
-    """Compare the row of an embedding that is not trained with the tokens that the mask leaves out."""
-    streams = [x for x in probe.streams if x.is_tokens and x.is_sequence]
-    tables = {
-        m: name
-        for name, m in probe.model.named_modules()
-        if isinstance(m, nn.Embedding) and m.padding_idx is not None
-    }
-    if not streams or not tables:
-        return
-    for module, (args, _, _) in probe.captured(tables).items():
-        stream = next((x for x in streams if args and _equal(args[0], x.tensor)), None)
-        if stream is None or not isinstance(module, nn.Embedding):
-            continue
-        kept = probe.kept(stream)
-        pads, used = stream.tensor[~kept].unique().tolist(), stream.tensor[kept]
-        count = int(used.eq(module.padding_idx or 0).sum())
-        if pads and module.padding_idx not in pads and count:
-            name = tables[module]
-            yield Evidence(
-                f"{name}: padding_idx is {module.padding_idx}, which {count} tokens of {stream.name} "
-                f"are, but padded tokens are {pads[0]}",
-                name,
-                value=count,
-                advice="use the number of the padding token: the row of padding_idx gets no gradient",
-            )
-
-
 # details
 
 
@@ -364,18 +291,6 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module, float]]:
 
 def _is_dropout(module: nn.Module, key: str) -> bool:
     return isinstance(module, DROPOUTS) or "dropout" in key
-
-
-def _is_stretched(probe: Probe) -> bool:
-    """Return whether rotary positions are scaled for sequences of other lengths."""
-    config = getattr(probe.model, "config", None)
-    kinds = [getattr(config, key, None) for key in ("rope_parameters", "rope_scaling")]
-    names = [x.get("rope_type", x.get("type")) for x in kinds if isinstance(x, Mapping)]
-    return any(name not in {None, "default"} for name in names)
-
-
-def _equal(a: Any, b: torch.Tensor) -> bool:
-    return isinstance(a, torch.Tensor) and a.shape == b.shape and bool((a == b).all())
 
 
 def _number(value: Any) -> float:
