@@ -151,6 +151,11 @@ def test_frequencies_of_a_model_that_was_cast_are_noted():
     assert "inv_freq is bfloat16" in found.text
 
 
+def test_a_narrow_constant_is_noted():
+    found = result(Model(normalizer=torch.tensor(2.0, dtype=torch.bfloat16)))
+    assert (found.status, found.severity) == ("broken", Severity.INFO)
+
+
 def test_a_model_without_anything():
     assert result(nn.Identity()).status == "does not apply"
 

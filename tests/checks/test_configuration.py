@@ -239,7 +239,8 @@ def test_the_padding_token_of_the_config():
     for padding, status in ((0, "holds"), (None, "holds"), (1, "holds"), (5, "broken")):
         m = model()
         m.config = config(pad_token_id=padding)
-        assert result(m, text(padded=True)).status == status
+        found = result(m, text(padded=True))
+        assert (found.status, found.is_failure) == (status, False)
 
 
 def test_fixed_positions_beside_a_trained_token():

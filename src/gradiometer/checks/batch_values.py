@@ -106,6 +106,7 @@ def _padding_token(probe: Probe, padding: Any) -> Iterator[Evidence]:
                 f"tokens are {pads[0]}",
                 value=count,
                 advice="set pad_token_id to that of the tokenizer",
+                severity=Severity.INFO,
             )
 
 

@@ -80,6 +80,8 @@ def _buffer(name: str, x: Tensor, dtypes: set[torch.dtype], devices: set[torch.d
                 x.dtype.itemsize,
                 narrow[0].itemsize,
                 "keep buffers in the dtype of the parameters or in float32",
+                # a constant of Gemma's embeddings
+                Severity.INFO if x.numel() == 1 else Severity.WARNING,
             )
     yield from _finite(name, x)
     yield from _running(name, own, x)
