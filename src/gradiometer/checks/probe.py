@@ -333,7 +333,7 @@ class Probe:
         if stream.is_tokens:
             known = x[self.kept(stream)].unique()
             # those of all rows, such as the end of a text, may be looked for
-            rare = torch.stack([y for y in known if not bool((x == y).any(1).all())]) if len(x) > 1 else known
+            rare = known[[not bool((x == y).any(1).all()) for y in known]] if len(x) > 1 else known
             known = rare if len(rare) > 1 else known
             if len(known) < 2:
                 raise NotApplicable(f"all tokens in {stream.name} are equal; pass a batch of real data")

@@ -144,26 +144,35 @@ def _reads_memory(probe: Probe, stream: Stream) -> Iterator[Evidence]:
 def _encodes(
     probe: Probe, stream: Stream, module: nn.Module, memory: Tensor, earlier: Tensor
 ) -> Iterator[Evidence]:
-    """Change the last token of the source, and look at the earlier outputs of the encoder."""
+    """Change the last token of the source, and then the first, and look at the outputs of the encoder."""
     x = stream.tensor
-    if stream.is_tokens:
-        kept = probe.kept(stream)
-        where = torch.arange(kept.shape[1], device=kept.device) == (kept.sum(1, keepdim=True) - 1)
-        changed = probe.changed(stream, where)
-    else:
-        # frames are the dimension that the encoder reads, by a stride
-        steps = 1 if x.shape[1] % memory.shape[1] == 0 and x.shape[1] > x.shape[2] else 2
-        changed = x.clone()
-        part = changed.narrow(steps, x.shape[steps] - 1, 1)
-        part.copy_(-part + x.std())
-    args, kwargs, _ = probe.captured([module], {stream.name: changed})[module]
-    after = next(v for v in [*args, *kwargs.values()] if isinstance(v, Tensor) and _is_same(v, memory))
+    kept = probe.kept(stream) if stream.is_tokens else None
+    # frames are the dimension that the encoder reads, by a stride
+    frames = 1 if x.shape[1] % memory.shape[1] == 0 and x.shape[1] > x.shape[-1] else 2
     # a convolution mixes neighbors
     count = int(earlier.sum(1).min()) // 2
-    change = float((after - memory)[:, :count].abs().max()) if count else 1.0
-    if change <= probe.tolerance * float(memory.abs().max()):
+    changes = []
+    for is_last in (True, False):
+        if kept is not None:
+            end = (
+                kept.sum(1, keepdim=True) - 1 if is_last else torch.zeros_like(kept[:, :1], dtype=torch.long)
+            )
+            changed = probe.changed(stream, torch.arange(kept.shape[1], device=kept.device) == end)
+        else:
+            changed = x.clone()
+            part = changed.narrow(frames, x.shape[frames] - 1 if is_last else 0, 1)
+            part.copy_(-part + x.std())
+        args, kwargs, _ = probe.captured([module], {stream.name: changed})[module]
+        after = next(
+            v for v in [*args, *kwargs.values()] if isinstance(v, Tensor) and v.shape == memory.shape
+        )
+        change = (after - memory).abs()
+        rest = change[:, :count] if is_last else change[:, -count:]
+        changes.append(float(rest.max()) / float(memory.abs().max()) if count else 0.0)
+    # one that mixes no tokens sees neither
+    if changes[0] <= probe.tolerance < changes[1]:
         text = f"the last token of {stream.name} does not change the first {count} outputs of the encoder"
-        yield Evidence(text, value=change, threshold=probe.tolerance, advice=ENCODER)
+        yield Evidence(text, value=changes[0], threshold=probe.tolerance, advice=ENCODER)
 
 
 @contract("behaviour", "masked and padded tokens change nothing")
@@ -320,10 +329,6 @@ def _is_memory(x: Tensor, stream: Stream) -> bool:
     return (
         _is_vectors(x, x.shape) and len(x) == shape[0] and any(size % x.shape[1] == 0 for size in shape[1:])
     )
-
-
-def _is_same(x: Tensor, memory: Tensor) -> bool:
-    return x.shape == memory.shape and x.is_floating_point()
 
 
 def _places(count: int) -> list[int]:
