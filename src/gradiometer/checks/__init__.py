@@ -5,8 +5,30 @@ with changed inputs, in float64 where it has that. Contracts are functions of a 
 its name. Everything that was changed is restored. Nothing here knows runs, sinks or trainers.
 """
 
-from gradiometer.checks import sequence
+from gradiometer.checks import (
+    input_gradients,
+    optimizer,
+    parameter_gradients,
+    registered,
+    sequence,
+    tied_weights,
+)
 from gradiometer.checks.check_model import check_model
+from gradiometer.checks.loss_graph import bounded_logits, leaves_of
 from gradiometer.checks.report import ContractResult, Evidence, ModelReport, Status
 
-__all__ = ["ContractResult", "Evidence", "ModelReport", "Status", "check_model", "sequence"]
+__all__ = [
+    "ContractResult",
+    "Evidence",
+    "ModelReport",
+    "Status",
+    "bounded_logits",
+    "check_model",
+    "input_gradients",
+    "leaves_of",
+    "optimizer",
+    "parameter_gradients",
+    "registered",
+    "sequence",
+    "tied_weights",
+]

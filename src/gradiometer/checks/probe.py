@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradiometer.checks.batch import Batch, Stream, loss_of, output_of
+from gradiometer.checks.recompute import plain_checkpoints
 from gradiometer.checks.report import NotApplicable
 from gradiometer.inputs import is_dtensor, unwrapped
 
@@ -63,6 +64,11 @@ class Probe:
         """The config of a Hugging Face model; None without."""
         found = getattr(self.model, "config", None)
         return found if hasattr(found, "model_type") else None
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a function of the loss was passed, or the model returns one with its output."""
+        return self._loss is not None or self._is_lightning or self.batch.takes("labels")
 
     # calls
 
@@ -155,18 +161,44 @@ class Probe:
         Raises:
             NotApplicable: if the model has none and no function was passed.
         """
-        with self._settings(training=True, dropout=False), self.in_own_dtype(), torch.enable_grad():
-            batch = self.batch.given
-            if self._loss is not None:
-                return self._loss(self.model, batch)
-            if self._is_lightning:
-                result = self.model.training_step(batch, 0)  # type: ignore[operator]
-                found = result if isinstance(result, Tensor) else loss_of(result)
-            else:
-                found = loss_of(self.batch.call(self.model, batch))
-            if found is None:
-                raise NotApplicable("the model returns no loss; pass loss=, a function of model and batch")
-            return found
+        with self.differentiated():
+            found = self.result_with_loss()[1]
+        if found is None:
+            raise NotApplicable("the model returns no loss; pass loss=, a function of model and batch")
+        return found
+
+    @contextmanager
+    def differentiated(self) -> Iterator[None]:
+        """Set what a forward and its backward need: training mode, no dropout, gradients, the own dtype."""
+        settings = self._settings(training=True, dropout=False)
+        with settings, self.in_own_dtype(), torch.enable_grad(), plain_checkpoints():
+            yield
+
+    def result_with_loss(self, changes: Mapping[str, Any] | None = None) -> tuple[Any, Tensor | None]:
+        """Return all that the model returns and the loss, with their graph; call it in `differentiated`.
+
+        The loss is None if the model has none and no function was passed.
+
+        Args:
+            changes: other values of arguments, by name.
+        """
+        batch = self.batch.changed(changes) if changes else self.batch.given
+        if self._loss is not None:
+            found = self._loss(self.model, batch)
+            return found, found
+        if self._is_lightning and self._forward is None:
+            result = self.model.training_step(batch, 0)  # type: ignore[operator]
+            return result, result if isinstance(result, Tensor) else loss_of(result)
+        batch = _cast(batch, self.dtype)
+        call = self.batch.call if self._forward is None else self._forward
+        result = call(self.model, batch)
+        return result, loss_of(result)
+
+    def output_with_graph(self, changes: Mapping[str, Any], seed: int = 0) -> Tensor | None:
+        """Return the output for changed inputs with its graph, in evaluation mode and in `dtype`."""
+        with self._settings(training=False), torch.enable_grad(), plain_checkpoints():
+            torch.manual_seed(seed)
+            return self._call(changes)
 
     def captured(
         self, modules: Iterable[nn.Module], changes: Mapping[str, Any] | None = None
