@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradiometer.checks.contract import contract
 from gradiometer.checks.objective import projection, some, trainable
-from gradiometer.checks.parameter_gradients import without_gradient
+from gradiometer.checks.parameter_gradients import random_for_zeros, without_gradient
 from gradiometer.checks.report import Evidence, NotApplicable
 from gradiometer.rules import Severity
 
@@ -40,7 +40,9 @@ def input_gradients(probe: Probe) -> Iterator[Evidence]:
     reasons = []
     cudnn: Any = torch.backends.cudnn
     # its recurrent layers have no backward in evaluation mode
-    with cudnn.flags(enabled=False) if torch.cuda.is_available() else nullcontext():
+    without_cudnn = cudnn.flags(enabled=False) if torch.cuda.is_available() else nullcontext()
+    # behind a last layer of zeros nothing gets a gradient
+    with without_cudnn, probe.differentiated(training=False), random_for_zeros(probe):
         for stream in probe.streams:
             try:
                 yield from _examine(probe, stream)

@@ -69,12 +69,17 @@ def parameter_gradients(probe: Probe) -> Iterator[Evidence]:
         if not missing:
             return
         dead = _with_random(probe, missing)
-        stuck = {name: p for name, p in missing.items() if name not in dead}
+        alive = names.keys() - missing.keys()
+        stuck = {
+            name: p for name, p in missing.items() if name not in dead and not _is_routed(probe, name, alive)
+        }
     if stuck:
         yield _never_learns(stuck)
     called = {probe.names[module] for module in probe.captured(probe.names)}
     for root, group in _grouped(probe, names, dead).items():
-        yield from _about(probe, root, group, names, called)
+        # an expert that no token of the batch was sent to
+        if not _is_routed(probe, root, alive) or _matters(probe, [names[name] for name in group]):
+            yield from _about(probe, root, group, names, called)
 
 
 def without_gradient(
@@ -156,15 +161,20 @@ def _after_steps(probe: Probe, names: Mapping[str, Tensor], missing: dict[str, T
 
 def _with_random(probe: Probe, missing: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return those that get no gradient with small random values in place of all tensors of zeros either."""
+    with random_for_zeros(probe):
+        return without_gradient(probe, missing)
+
+
+@contextmanager
+def random_for_zeros(probe: Probe) -> Iterator[None]:
+    """Replace parameters of zeros by small random values."""
     zeros = [p for p in probe.model.parameters() if p.is_floating_point() and not bool(p.any())]
-    if not zeros:
-        return dict(missing)
     generator = torch.Generator(device="cpu").manual_seed(0)
     with _changed(zeros):
         for p in zeros:
             noise = torch.randn(p.shape, generator=generator, device="cpu", dtype=torch.float64)
             p.data = (_SIZE * noise).to(p.device, p.dtype)
-        return without_gradient(probe, missing)
+        yield
 
 
 def _never_learns(stuck: Mapping[str, Tensor]) -> Evidence:
@@ -198,8 +208,6 @@ def _grouped(probe: Probe, names: Mapping[str, Tensor], dead: Iterable[str]) -> 
 def _about(
     probe: Probe, root: str, group: list[str], names: Mapping[str, Tensor], called: set[str]
 ) -> Iterator[Evidence]:
-    if _is_routed(probe, root):
-        return
     what = _what(root, group)
     if _matters(probe, [names[name] for name in group]):
         text = f"{what}: no gradient, though the loss depends on {'it' if len(group) == 1 else 'them'}"
@@ -240,7 +248,7 @@ def _may_be_unused(
     return root in called or is_outer or bool(_HEAD.search(root.rpartition(".")[2]))
 
 
-def _is_routed(probe: Probe, root: str) -> bool:
+def _is_routed(probe: Probe, root: str, alive: Iterable[str]) -> bool:
     """Return whether this is one of several experts, of which others get gradients."""
     for place in re.finditer(r"(?:^|\.)(\d+)(?=\.|$)", root):
         above = root[: place.start()]
@@ -256,7 +264,7 @@ def _is_routed(probe: Probe, root: str) -> bool:
             if p.dim() == 2 and p.shape[0] == count
         ]
         routers += [p for p in parent.parameters(recurse=False) if p.dim() == 2 and count in p.shape]
-        if count > 1 and (_EXPERT.search(above) or routers):
+        if any(name.startswith(f"{above}.") for name in alive) and (_EXPERT.search(above) or routers):
             return True
     return False
 

@@ -168,10 +168,20 @@ class Probe:
         return found
 
     @contextmanager
-    def differentiated(self) -> Iterator[None]:
-        """Set what a forward and its backward need: training mode, no dropout, gradients, the own dtype."""
-        settings = self._settings(training=True, dropout=False)
-        with settings, self.in_own_dtype(), torch.enable_grad(), plain_checkpoints():
+    def differentiated(self, *, training: bool = True) -> Iterator[None]:
+        """Set what a forward with its backward needs: gradients and modes, which checkpoints read again.
+
+        Args:
+            training: whether it is the training step, in the model's own dtype and without dropout; otherwise
+                the model is in evaluation mode, and in `dtype`.
+        """
+        dtype = self.in_own_dtype() if training else nullcontext()
+        with (
+            self._settings(training=training, dropout=False),
+            dtype,
+            torch.enable_grad(),
+            plain_checkpoints(),
+        ):
             yield
 
     def result_with_loss(self, changes: Mapping[str, Any] | None = None) -> tuple[Any, Tensor | None]:
@@ -195,10 +205,9 @@ class Probe:
         return result, loss_of(result)
 
     def output_with_graph(self, changes: Mapping[str, Any], seed: int = 0) -> Tensor | None:
-        """Return the output for changed inputs with its graph, in evaluation mode and in `dtype`."""
-        with self._settings(training=False), torch.enable_grad(), plain_checkpoints():
-            torch.manual_seed(seed)
-            return self._call(changes)
+        """Return the output for changed inputs with its graph; call it in `differentiated`."""
+        torch.manual_seed(seed)
+        return self._call(changes)
 
     def captured(
         self, modules: Iterable[nn.Module], changes: Mapping[str, Any] | None = None
