@@ -180,7 +180,7 @@ def _wanted(probe: Probe, stream: Stream, *, mixed: bool) -> Tensor:
 
 def _reached(probe: Probe, stream: Stream, wanted: Tensor, seed: int, *, mixed: bool) -> Tensor:
     """Return which tokens ``(B, T)`` or values get a gradient, in the shape of ``wanted``."""
-    output, sources = _run(probe, stream, seed)
+    output, sources = _run(probe, stream, wanted, seed)
     if not output.requires_grad:
         return torch.zeros_like(wanted)
     aligned = probe.aligned
@@ -190,12 +190,13 @@ def _reached(probe: Probe, stream: Stream, wanted: Tensor, seed: int, *, mixed: 
         y = output
         if where is not None:
             y = y * where.view(where.shape + (1,) * (y.dim() - where.dim()))
-        found = torch.autograd.grad(projection(y, seed), sources, allow_unused=True, retain_graph=True)
-        got = torch.zeros_like(wanted)
-        for g in found:
+        by = [source for source, _ in sources]
+        found = torch.autograd.grad(projection(y, seed), by, allow_unused=True, retain_graph=True)
+        got = torch.zeros_like(wanted).reshape(-1)
+        for g, (_, places) in zip(found, sources, strict=True):
             if g is not None:
-                got |= (g != 0).reshape(*wanted.shape, -1).any(-1)
-        return got
+                got[places[(g != 0).reshape(*places.shape, -1).any(-1)]] = True
+        return got.view(wanted.shape)
 
     if not mixed or kept is None:
         return gradients(kept)
@@ -209,8 +210,10 @@ def _reached(probe: Probe, stream: Stream, wanted: Tensor, seed: int, *, mixed: 
     return got
 
 
-def _run(probe: Probe, stream: Stream, seed: int) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return the output, and what of the input can be differentiated by."""
+def _run(
+    probe: Probe, stream: Stream, wanted: Tensor, seed: int
+) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
+    """Return the output, and what of the input it can be differentiated by, with the places of the input."""
     x = stream.tensor
     is_given = stream.name in probe.batch.tensors
     if seed and is_given:
@@ -220,11 +223,14 @@ def _run(probe: Probe, stream: Stream, seed: int) -> tuple[Tensor, Sequence[Tens
             x = _with_end(probe, x, probe.kept(stream), seed)
     if not stream.is_tokens:
         leaf = x.detach().to(probe.dtype).clone().requires_grad_()
-        output, sources = probe.output_with_graph({stream.name: leaf}, seed), [leaf]
+        output = probe.output_with_graph({stream.name: leaf}, seed)
+        sources = [(leaf, torch.arange(wanted.numel(), device=x.device).view(wanted.shape))]
     else:
+        # of its own storage, by which parts of it are known
+        x = x.contiguous().clone()
         look_ups = LookUps(x)
         with look_ups:
-            output = probe.output_with_graph({stream.name: x} if seed and is_given else {}, seed)
+            output = probe.output_with_graph({stream.name: x}, seed)
         sources = look_ups.found
     if output is None or not sources:
         raise NotApplicable(f"it is not known what looks up the tokens of {stream.name}")
@@ -253,35 +259,43 @@ class LookUps(TorchFunctionMode):
     """Notes what tokens are looked up as, by an embedding or an index, and starts a graph there.
 
     Attributes:
-        found: floating-point tensors with a vector for each token.
+        found: floating-point tensors with a vector for each token or for some of them, and the places of
+            these tokens, in the order of all tokens.
     """
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
         self._tokens = tokens
-        self.found: list[Tensor] = []
+        self._places = torch.arange(tokens.numel(), device=tokens.device)
+        self.found: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         result = func(*args, **(kwargs or {}))
-        if not (isinstance(result, Tensor) and result.is_floating_point() and self._is_of_tokens(result)):
+        if not (isinstance(result, Tensor) and result.is_floating_point()):
             return result
-        if not any(self._are_tokens(x) for x in [*args, *(kwargs or {}).values()]):
-            return result
+        for x in [*args, *(kwargs or {}).values()]:
+            for part in x if isinstance(x, tuple) else (x,):
+                places = self._places_of(part)
+                if places is not None and result.shape[: places.dim()] == places.shape:
+                    return self._noted(result, places)
+        return result
+
+    def _noted(self, result: Tensor, places: Tensor) -> Tensor:
         with torch.enable_grad():
             source = result if result.requires_grad else result.detach().requires_grad_()
-            self.found.append(source)
+            self.found.append((source, places))
             # what is written in place afterwards is another tensor
             return source.clone()
 
-    def _is_of_tokens(self, x: Tensor) -> bool:
-        size = self._tokens.numel()
-        leading = x.shape[: self._tokens.dim()] == self._tokens.shape
-        return leading or (x.dim() > 0 and x.shape[0] == size)
-
-    def _are_tokens(self, x: Any) -> bool:
-        if isinstance(x, tuple):
-            return any(self._are_tokens(part) for part in x)
-        if not isinstance(x, Tensor) or x.is_floating_point() or x.numel() != self._tokens.numel():
-            return False
-        return x is self._tokens or torch.equal(x.reshape(-1), self._tokens.reshape(-1).to(x.dtype))
+    def _places_of(self, x: Any) -> Tensor | None:
+        """Return the place of each element among the tokens; None for other tensors."""
+        if not isinstance(x, Tensor) or x.is_floating_point() or not x.dim() or not x.numel():
+            return None
+        tokens = self._tokens
+        if x.untyped_storage().data_ptr() == tokens.untyped_storage().data_ptr() and x.dtype == tokens.dtype:
+            return self._places.as_strided(x.shape, x.stride(), x.storage_offset())
+        for order, places in ((tokens, self._places), (tokens.T, self._places.view(tokens.shape).T)):
+            if x.numel() == tokens.numel() and torch.equal(x.reshape(-1), order.reshape(-1).to(x.dtype)):
+                return places.reshape(x.shape)
+        return None

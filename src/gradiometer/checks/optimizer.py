@@ -83,7 +83,8 @@ def optimizer(probe: Probe) -> Iterator[Evidence]:
     names: dict[Tensor, str] = {p: name for name, p in probe.model.named_parameters()}
     lacking = {name: p for name, p in trainable(probe).items() if p not in held}
     foreign = [p for p in held if p not in names]
-    masters = _masters(foreign, lacking)
+    with probe.in_own_dtype():
+        masters = _masters(foreign, lacking)
     lacking = {name: p for name, p in lacking.items() if name not in masters}
     foreign = [p for p in foreign if all(p is not x for x in masters.values())]
     stale = _stale(probe, foreign, lacking)

@@ -252,19 +252,16 @@ def _is_routed(probe: Probe, root: str, alive: Iterable[str]) -> bool:
     """Return whether this is one of several experts, of which others get gradients."""
     for place in re.finditer(r"(?:^|\.)(\d+)(?=\.|$)", root):
         above = root[: place.start()]
-        last = above.rpartition(".")[2]
-        siblings = probe.model.get_submodule(above) if above else probe.model
-        count = len(list(siblings.children()))
+        if not any(name.startswith(f"{above}.") for name in alive):
+            continue
+        if _EXPERT.search(above):
+            return True
+        siblings = list(probe.model.get_submodule(above).children())
         parent = probe.model.get_submodule(above.rpartition(".")[0])
-        routers = [
-            p
-            for name, module in parent.named_children()
-            if name != last
-            for p in module.parameters()
-            if p.dim() == 2 and p.shape[0] == count
-        ]
-        routers += [p for p in parent.parameters(recurse=False) if p.dim() == 2 and count in p.shape]
-        if any(name.startswith(f"{above}.") for name in alive) and (_EXPERT.search(above) or routers):
+        has_router = any(p.dim() == 2 and p.shape[0] == len(siblings) > 1 for p in parent.parameters())
+        # experts get different numbers of tokens, and layers all of them
+        shapes = {args[0].shape for args, _, _ in probe.captured(siblings).values() if args}
+        if has_router and len(shapes) > 1:
             return True
     return False
 

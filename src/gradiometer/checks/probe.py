@@ -409,6 +409,7 @@ class Probe:
         device = next((p.device.type for p in self.model.parameters()), "cpu")
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(plain_checkpoints())
             stack.enter_context(torch.autocast(device, enabled=False) if device != "meta" else nullcontext())
             for module in modes:
                 off = isinstance(module, BATCH_NORMS) or (isinstance(module, DROPOUTS) and not dropout)
