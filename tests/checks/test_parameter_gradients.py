@@ -185,6 +185,51 @@ def test_it_names_what_gets_no_gradient(name):
     assert any(text in each.text for each in found.evidence)
 
 
+class Attention(nn.Module):
+    """Layers of attention with a fused QKV."""
+
+    def __init__(self, detach=""):
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20)
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.detach = detach
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for part in self.parts:
+            parts = part(x).chunk(3, -1)
+            q, k, v = (y.detach() if name in self.detach else y for name, y in zip("qkv", parts, strict=True))
+            x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x)
+
+
+TOKENS = torch.randint(0, 20, (3, 8), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_third_of_a_fused_matrix_that_gets_no_gradient():
+    assert str(result(Attention(), TOKENS).status) == "holds"
+    found = result(Attention(detach="k"), TOKENS)
+    assert found.is_failure
+    assert found.text == "outputs 8 to 15 of parts.0.weight: no gradient"
+
+
+def test_attention_to_one_token_has_no_gradient():
+    assert str(result(Attention(), TOKENS[:, :1]).status) == "holds"
+    model = Attention()
+    model.parts = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) for _ in range(2))
+    short = result(model, TOKENS[:, :1], forward=_separate)
+    assert "too short" in short.text
+    assert str(result(model, TOKENS, forward=_separate).status) == "holds"
+
+
+def _separate(model, tokens):
+    x = model.table(tokens)
+    for part in model.parts:
+        q, k, v = (layer(x) for layer in part)
+        x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return model.head(x)
+
+
 def test_all_experts_of_a_layer_that_get_no_gradient_are_reported():
     found = result(Experts(detached=True))
     assert found.is_failure

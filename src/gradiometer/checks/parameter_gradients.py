@@ -41,6 +41,8 @@ _TRIES, _STEPS = 3, 4
 _SIZE: Final = 0.02
 # a module with at most this share of the trainable elements may be a head that the loss does not use
 _SMALL: Final = 0.2
+# adjacent outputs of a layer without a gradient that are not by chance behind a ReLU
+_ROWS: Final = 8
 # parameters that are used for some inputs only
 _SOMETIMES: Final = re.compile(r"mask|seg(ment)?_|token_type|r_s_bias", re.IGNORECASE)
 _EXPERT: Final = re.compile(r"expert", re.IGNORECASE)
@@ -60,11 +62,16 @@ def parameter_gradients(probe: Probe) -> Iterator[Evidence]:
         raise NotApplicable("no parameter is trainable")
     with probe.differentiated():
         missing = without_gradient(probe, names)
-        if not missing:
+        lengths = [x.length for x in probe.streams if x.is_tokens]
+        is_short = bool(lengths) and max(lengths) <= 2
+        if not missing and not is_short:
             yield from _dead_rows(probe, names)
+        if not missing:
             return
         for changes, seed in _others(probe):
             missing = without_gradient(probe, missing, changes, seed)
+        if missing and is_short:
+            raise NotApplicable("the sequences are too short: attention to one token has no gradient")
         missing = _after_steps(probe, names, missing)
         if not missing:
             return
@@ -280,8 +287,49 @@ def _matters(probe: Probe, parameters: Sequence[Tensor]) -> bool:
 
 
 def _dead_rows(probe: Probe, names: Mapping[str, Tensor]) -> Iterator[Evidence]:
-    del probe, names
-    return iter(())
+    """Look for many adjacent outputs of a linear layer without a gradient: a head, or a third of a fused QKV.
+
+    Those of layers in lists are looked at. The loss may leave out outputs of a head, and single ones may be
+    behind a ReLU.
+    """
+    matrices = {}
+    for path, module in probe.model.named_modules():
+        weight = getattr(module, "weight", None)
+        if _is_numbered(path) and isinstance(weight, nn.Parameter) and weight.dim() == 2:
+            # the layer of GPT-2 has the transposed matrix
+            dim = 1 if hasattr(module, "nf") else 0
+            if not isinstance(module, nn.Embedding) and f"{path}.weight" in names:
+                matrices[f"{path}.weight"] = weight, dim
+    alive: dict[str, Tensor] = {}
+    runs: dict[str, tuple[int, int]] = {}
+    for changes, seed in [({}, 0), *_others(probe)]:
+        with random_for_zeros(probe):
+            grads = _gradients(probe, [p for p, _ in matrices.values()], changes, seed)
+        for (name, (p, dim)), g in zip(list(matrices.items()), grads, strict=True):
+            none = torch.zeros(p.shape[dim], dtype=torch.bool, device=p.device)
+            alive[name] = alive.get(name, none) | (none if g is None else (g != 0).any(1 - dim))
+            run = _run(~alive[name])
+            if run is None:
+                del matrices[name]
+            else:
+                runs[name] = run
+        if not matrices:
+            return
+    for name in matrices:
+        begin, end = runs[name]
+        text = f"outputs {begin} to {end - 1} of {name}: no gradient"
+        yield Evidence(text, name, (end - begin) / len(alive[name]), 0.0, UNUSED)
+
+
+def _run(where: Tensor) -> tuple[int, int] | None:
+    """Return the begin and the end of the first long run of True; None without."""
+    least, begin = max(_ROWS, len(where) // 8), 0
+    for i, value in enumerate([*where.tolist(), False]):
+        if not value:
+            if i - begin >= least:
+                return begin, i
+            begin = i + 1
+    return None
 
 
 def _is_numbered(root: str) -> bool:
