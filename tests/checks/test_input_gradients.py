@@ -121,6 +121,12 @@ class DetachedEmbedding(Language):
         return super().embed(tokens).detach()
 
 
+class TiedDetached(DetachedEmbedding):
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.table.weight
+
+
 class Images(nn.Module):
     def __init__(self, *, channels=3, height=8, stride=2, size=3, frozen=False):
         super().__init__()
@@ -154,6 +160,7 @@ def test_it_holds_for_encoders(kind):
         (NoThird, True, "3 of 21 tokens of tokens get no gradient, such as token 3 of example 0"),
         (FirstExample, True, "no token of example 1, 2 of tokens gets a gradient"),
         (DetachedEmbedding, True, "no token of tokens gets a gradient"),
+        (TiedDetached, True, "no token of tokens gets a gradient"),
         (Half, False, "12 of 24 tokens of tokens get no gradient, such as token 4 of example 0"),
     ],
 )

@@ -110,6 +110,19 @@ def test_it_names_what_is_not_registered(kind, text):
     assert text in found.text
 
 
+class Constant(Model):
+    """Lets a constant require a gradient."""
+
+    def added(self, x):
+        return x + torch.zeros(8, requires_grad=True)
+
+
+def test_a_constant_that_requires_a_gradient_is_only_noted():
+    found = result(Constant())
+    assert found.evidence
+    assert not found.is_failure
+
+
 def test_what_an_optimizer_holds_is_meant():
     model = InList()
     extra = [p for layer in model.parts for p in layer.parameters()]

@@ -46,7 +46,7 @@ _ROWS: Final = 8
 # parameters that are used for some inputs only
 _SOMETIMES: Final = re.compile(r"mask|seg(ment)?_|token_type|r_s_bias", re.IGNORECASE)
 _EXPERT: Final = re.compile(r"expert", re.IGNORECASE)
-_HEAD: Final = re.compile(r"pool|head|aux|proj|classif|logit", re.IGNORECASE)
+_HEAD: Final = re.compile(r"pool|head|aux|classif", re.IGNORECASE)
 
 
 @contract("gradients", "every trainable parameter gets a gradient")
@@ -82,11 +82,10 @@ def parameter_gradients(probe: Probe) -> Iterator[Evidence]:
         }
     if stuck:
         yield _never_learns(stuck)
-    called = {probe.names[module] for module in probe.captured(probe.names)}
     for root, group in _grouped(probe, names, dead).items():
         # an expert that no token of the batch was sent to
         if not _is_routed(probe, root, alive) or _matters(probe, [names[name] for name in group]):
-            yield from _about(probe, root, group, names, called)
+            yield from _about(probe, root, group, names)
 
 
 def without_gradient(
@@ -212,24 +211,20 @@ def _grouped(probe: Probe, names: Mapping[str, Tensor], dead: Iterable[str]) -> 
     return groups
 
 
-def _about(
-    probe: Probe, root: str, group: list[str], names: Mapping[str, Tensor], called: set[str]
-) -> Iterator[Evidence]:
+def _about(probe: Probe, root: str, group: list[str], names: Mapping[str, Tensor]) -> Iterator[Evidence]:
     what = _what(root, group)
     if _matters(probe, [names[name] for name in group]):
         text = f"{what}: no gradient, though the loss depends on {'it' if len(group) == 1 else 'them'}"
         yield Evidence(text, group[0], float(len(group)), 0.0, DETACHED)
         return
     text = f"{what}: no gradient, and the loss does not depend on {'it' if len(group) == 1 else 'them'}"
-    if _may_be_unused(probe, root, group, names, called):
+    if _may_be_unused(probe, root, group, names):
         yield Evidence(text, group[0], float(len(group)), 0.0, HEAD, Severity.INFO)
     else:
         yield Evidence(text, group[0], float(len(group)), 0.0, UNUSED)
 
 
-def _may_be_unused(
-    probe: Probe, root: str, group: list[str], names: Mapping[str, Tensor], called: set[str]
-) -> bool:
+def _may_be_unused(probe: Probe, root: str, group: list[str], names: Mapping[str, Tensor]) -> bool:
     """Return whether parameters may be left out on purpose: a small head, or what is used for some inputs."""
     if all(_SOMETIMES.search(name) for name in group):
         return True
@@ -252,7 +247,7 @@ def _may_be_unused(
     if not matrices:
         return False
     is_outer = "." not in root and probe.config is None
-    return root in called or is_outer or bool(_HEAD.search(root.rpartition(".")[2]))
+    return is_outer or bool(_HEAD.search(root.rpartition(".")[2]))
 
 
 def _is_routed(probe: Probe, root: str, alive: Iterable[str]) -> bool:
@@ -300,6 +295,8 @@ def _dead_rows(probe: Probe, names: Mapping[str, Tensor]) -> Iterator[Evidence]:
             dim = 1 if hasattr(module, "nf") else 0
             if not isinstance(module, nn.Embedding) and f"{path}.weight" in names:
                 matrices[f"{path}.weight"] = weight, dim
+    if not matrices:
+        return
     alive: dict[str, Tensor] = {}
     runs: dict[str, tuple[int, int]] = {}
     for changes, seed in [({}, 0), *_others(probe)]:
@@ -323,7 +320,7 @@ def _dead_rows(probe: Probe, names: Mapping[str, Tensor]) -> Iterator[Evidence]:
 
 def _run(where: Tensor) -> tuple[int, int] | None:
     """Return the begin and the end of the first long run of True; None without."""
-    least, begin = max(_ROWS, len(where) // 8), 0
+    least, begin = max(_ROWS, len(where) // 4), 0
     for i, value in enumerate([*where.tolist(), False]):
         if not value:
             if i - begin >= least:

@@ -13,6 +13,7 @@ from gradiometer.checks.loss_graph import attributes, tensors_in, variables
 from gradiometer.checks.objective import objective, some
 from gradiometer.checks.optimizer import held_by
 from gradiometer.checks.report import Evidence, NotApplicable
+from gradiometer.rules import Severity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,14 +54,16 @@ def registered(probe: Probe) -> Iterator[Evidence]:
             text = f"the loss depends on {_size(there)} in {kind} {place}, which the model does not own"
             yield Evidence(text, place, float(len(there)), 0.0, REGISTER)
     made = [x for key, x in left.items() if key not in again]
-    for tensors, what in (
-        (made, "made in the forward"),
-        ([x for key, x in left.items() if key in again], "which no module owns"),
+    for tensors, what, severity in (
+        ([x for x in made if isinstance(x, nn.Parameter)], "made in the forward", Severity.WARNING),
+        # some models let constants require a gradient, for reentrant checkpoints
+        ([x for x in made if not isinstance(x, nn.Parameter)], "made in the forward", Severity.INFO),
+        ([x for key, x in left.items() if key in again], "which no module owns", Severity.WARNING),
     ):
         if tensors:
             text = f"the loss depends on {_size(tensors)} {what}, of shape "
             text += some([str(tuple(x.shape)) for x in tensors])
-            yield Evidence(text, None, float(len(tensors)), 0.0, REGISTER)
+            yield Evidence(text, None, float(len(tensors)), 0.0, REGISTER, severity)
     if not is_whole and not left:
         raise NotApplicable("the graph of the loss is too large")
 
