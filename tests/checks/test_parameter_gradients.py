@@ -242,6 +242,28 @@ def test_a_small_head_that_the_loss_does_not_use_is_only_noted():
     assert found.evidence[0].name == "second.weight"
 
 
+class Pooling(nn.Module):
+    """Mixes the pixels of a picture by their mean over neighbors, as PoolFormer does."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.norm, self.pool = nn.Conv2d(3, 8, 1), nn.GroupNorm(1, 8), nn.AvgPool2d(3, 1, 1)
+        self.pool.count_include_pad = False
+
+    def forward(self, x):
+        x = self.start(x)
+        y = self.norm(x)
+        return (x + self.pool(y) - y).mean((2, 3)).sin()
+
+
+def test_layers_that_mix_positions_of_which_there_is_one_are_only_noted():
+    generator = torch.Generator().manual_seed(0)
+    assert str(result(Pooling(), torch.randn(4, 3, 5, 5, generator=generator)).status) == "holds"
+    found = result(Pooling(), torch.randn(4, 3, 1, 1, generator=generator))
+    assert found.evidence
+    assert not found.is_failure
+
+
 def test_an_optimizer_that_does_not_hold_what_is_unused_means_it():
     model = NoNorm()
     held = [p for name, p in model.named_parameters() if not name.startswith("norm.")]

@@ -145,7 +145,7 @@ def _is_margin(missing: Tensor) -> bool:
         others = [d for d in range(missing.dim()) if d != dim]
         used = seen.sum(others) > 0 if others else seen
         last = int(used.nonzero().max()) + 1
-        if (missing.shape[dim] - last) * 4 > missing.shape[dim]:
+        if (missing.shape[dim] - last) * 4 >= missing.shape[dim]:
             return False
         seen = seen.narrow(dim, 0, last)
     return bool(seen.all())

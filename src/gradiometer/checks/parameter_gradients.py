@@ -232,6 +232,8 @@ def _may_be_unused(probe: Probe, root: str, group: list[str], names: Mapping[str
     if held and not any(names[name] in held for name in group):
         return True
     modules = dict(probe.model.named_modules())
+    if all(_is_alone(probe, modules[name.rpartition(".")[0]]) for name in group):
+        return True
     share = sum(names[name].numel() for name in group) / sum(p.numel() for p in names.values())
     if root not in modules or not root or share > _SMALL or _is_numbered(root):
         return False
@@ -248,6 +250,13 @@ def _may_be_unused(probe: Probe, root: str, group: list[str], names: Mapping[str
         return False
     is_outer = "." not in root and probe.config is None
     return is_outer or bool(_HEAD.search(root.rpartition(".")[2]))
+
+
+def _is_alone(probe: Probe, module: nn.Module) -> bool:
+    """Return whether a module gets one position ``(B, C, 1, 1)`` or ``(B, 1, C)``, which mixes with none."""
+    args = probe.captured([module]).get(module, ((), {}, None))[0]
+    shape = args[0].shape if args and isinstance(args[0], Tensor) else ()
+    return (len(shape) > 3 and max(shape[2:]) == 1) or (len(shape) == 3 and shape[1] == 1)
 
 
 def _is_routed(probe: Probe, root: str, alive: Iterable[str]) -> bool:

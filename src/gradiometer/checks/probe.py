@@ -404,13 +404,20 @@ class Probe:
 
     @contextmanager
     def _settings(self, *, training: bool, dropout: bool = True) -> Iterator[None]:
-        """Set the modes of all modules for a call, without compilation and autocast."""
+        """Set the modes of all modules for a call, without compilation, autocast and a cache of keys."""
         modes = {module: module.training for module in self.model.modules()}
         device = next((p.device.type for p in self.model.parameters()), "cpu")
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(plain_checkpoints())
             stack.enter_context(torch.autocast(device, enabled=False) if device != "meta" else nullcontext())
+            config: Any = self.config
+            if hasattr(config, "get_text_config"):
+                config = config.get_text_config()
+            # one layer in two places would read its own keys
+            if getattr(config, "use_cache", False):
+                stack.callback(setattr, config, "use_cache", config.use_cache)
+                config.use_cache = False
             for module in modes:
                 off = isinstance(module, BATCH_NORMS) or (isinstance(module, DROPOUTS) and not dropout)
                 module.training = training and not off

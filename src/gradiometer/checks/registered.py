@@ -54,8 +54,9 @@ def registered(probe: Probe) -> Iterator[Evidence]:
             text = f"the loss depends on {_size(there)} in {kind} {place}, which the model does not own"
             yield Evidence(text, place, float(len(there)), 0.0, REGISTER)
     made = [x for key, x in left.items() if key not in again]
+    own: list[Tensor] = [x for x in made if isinstance(x, nn.Parameter)]
     for tensors, what, severity in (
-        ([x for x in made if isinstance(x, nn.Parameter)], "made in the forward", Severity.WARNING),
+        (own, "made in the forward", Severity.WARNING),
         # some models let constants require a gradient, for reentrant checkpoints
         ([x for x in made if not isinstance(x, nn.Parameter)], "made in the forward", Severity.INFO),
         ([x for key, x in left.items() if key in again], "which no module owns", Severity.WARNING),
