@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from gradiometer.checks import check_model
 
@@ -108,6 +109,23 @@ def test_it_names_what_is_not_registered(kind, text):
     found = result(kind())
     assert found.is_failure
     assert text in found.text
+
+
+def test_a_weight_that_is_a_plain_tensor():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    weight = model[0].weight.detach()
+    del model[0].weight
+    model[0].weight = weight
+    found = result(model)
+    assert found.is_failure
+    assert found.text == "0.weight is a plain tensor, which is not trained"
+
+
+def test_pruned_weights_are_computed_of_parameters():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    nn.utils.parametrizations.weight_norm(model[1])
+    assert str(result(model).status) == "holds"
 
 
 class Constant(Model):

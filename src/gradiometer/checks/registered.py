@@ -48,6 +48,8 @@ def registered(probe: Probe) -> Iterator[Evidence]:
         if left.pop(id(x), None) is not None:
             text = f"the buffer {name} requires a gradient, and the loss depends on it"
             yield Evidence(text, name, 1.0, 0.0, BUFFER)
+    for name in _plain(probe):
+        yield Evidence(f"{name} is a plain tensor, which is not trained", name, 1.0, 0.0, REGISTER)
     for place, kind, tensors in _places(probe):
         there = [left.pop(id(x)) for x in tensors if id(x) in left]
         if there:
@@ -67,6 +69,18 @@ def registered(probe: Probe) -> Iterator[Evidence]:
             yield Evidence(text, None, float(len(tensors)), 0.0, REGISTER, severity)
     if not is_whole and not left:
         raise NotApplicable("the graph of the loss is too large")
+
+
+def _plain(probe: Probe) -> Iterator[str]:
+    """Yield the weights and biases that are tensors without a gradient, and not computed of a Parameter."""
+    for path, module in probe.model.named_modules():
+        own = module._parameters  # noqa: SLF001
+        for key in ("weight", "bias"):
+            x = vars(module).get(key)
+            # weight norm and pruning compute the weight of weight_g or weight_orig
+            is_computed = any(name.startswith(f"{key}_") for name in own)
+            if isinstance(x, Tensor) and x.is_floating_point() and not (x.requires_grad or is_computed):
+                yield f"{path}.{key}".removeprefix(".")
 
 
 def _is_activation(probe: Probe, x: Tensor) -> bool:
