@@ -10,7 +10,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.monitor import loss_graph, model_reader
+from gradiometer.checks import loss_graph
+from gradiometer.monitor import model_reader
 from gradiometer.monitor.model_reader import ModelReader
 from gradiometer.recorder import Driver
 

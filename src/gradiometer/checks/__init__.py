@@ -5,8 +5,21 @@ with changed inputs, in float64 where it has that. Contracts are functions of a 
 its name. Everything that was changed is restored. Nothing here knows runs, sinks or trainers.
 """
 
-from gradiometer.checks import buffers, cache, configuration, modes, order, sequence
+from gradiometer.checks import (
+    buffers,
+    cache,
+    configuration,
+    input_gradients,
+    modes,
+    optimizer,
+    order,
+    parameter_gradients,
+    registered,
+    sequence,
+    tied_weights,
+)
 from gradiometer.checks.check_model import check_model
+from gradiometer.checks.loss_graph import bounded_logits, leaves_of
 from gradiometer.checks.report import ContractResult, Evidence, ModelReport, Status
 
 __all__ = [
@@ -14,11 +27,18 @@ __all__ = [
     "Evidence",
     "ModelReport",
     "Status",
+    "bounded_logits",
     "buffers",
     "cache",
     "check_model",
     "configuration",
+    "input_gradients",
+    "leaves_of",
     "modes",
+    "optimizer",
     "order",
+    "parameter_gradients",
+    "registered",
     "sequence",
+    "tied_weights",
 ]

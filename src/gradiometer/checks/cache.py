@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradiometer.checks.batch import output_of
 from gradiometer.checks.contract import contract
-from gradiometer.checks.probe import _cast
+from gradiometer.checks.precision import cast
 from gradiometer.checks.report import Evidence, NotApplicable
 from gradiometer.terminal import one_line
 
@@ -162,7 +162,7 @@ def _slice(probe: Probe, stream: Stream, name: str, x: Any, start: int, end: int
 def _call(probe: Probe, arguments: dict[str, Any]) -> Any:
     """Return what the model returns for arguments by name, in evaluation mode and without a graph."""
     with probe._settings(training=False), torch.no_grad():  # noqa: SLF001
-        return probe.model(**_cast(arguments, probe.dtype))
+        return probe.model(**cast(arguments, probe.dtype))
 
 
 def _output(result: Any) -> Tensor:

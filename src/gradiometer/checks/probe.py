@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradiometer.checks.batch import Batch, Stream, loss_of, output_of
+from gradiometer.checks.batch import loss_of, output_of
+from gradiometer.checks.model_inputs import ModelInputs
+from gradiometer.checks.precision import Copy, Dtypes, cast, copies_in, exchanged, floating
+from gradiometer.checks.recompute import plain_checkpoints
 from gradiometer.checks.report import NotApplicable
 from gradiometer.inputs import is_dtensor, unwrapped
 
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-# the standard deviation of weights in place of those that are all 0
-_SMALL: Final = 0.02
 # how many times the measured rounding error two outputs may differ, and the least such error in roundings
 _FACTOR, _LEAST = 16.0, 8.0
 
@@ -28,12 +28,10 @@ DROPOUTS: Final = (nn.modules.dropout._DropoutNd,)  # noqa: SLF001 the base clas
 BATCH_NORMS: Final = (nn.modules.batchnorm._NormBase,)  # noqa: SLF001
 
 
-class Probe:
+class Probe(ModelInputs):
     """A model, a batch, and what is known of both. `check_model` restores the model afterwards.
 
     Attributes:
-        model: the model, without wrappers of data parallelism and compilation.
-        batch: the `Batch`.
         optimizer: the optimizer, several, or None.
         is_sharded: whether parameters are DTensors or FSDP's flat ones, so that the model cannot be run here.
         dtype: the dtype in which outputs are compared.
@@ -49,10 +47,10 @@ class Probe:
         causal: bool | None = None,  # noqa: FBT001 keyword arguments of check_model
         pretrained: bool | None = None,  # noqa: FBT001
     ) -> None:
-        self.given, self.model = model, unwrapped(model)
-        self.batch = Batch(self.model, batch)
+        super().__init__(unwrapped(model), batch, causal)
+        self.given = model
         self.optimizer = optimizer
-        self._forward, self._loss, self._causal, self._pretrained = forward, loss, causal, pretrained
+        self._forward, self._loss, self._pretrained = forward, loss, pretrained
         parameters = list(self.model.parameters())
         self.is_sharded = any(is_dtensor(type(p)) or type(p).__name__ == "FlatParameter" for p in parameters)
         self.names = {module: name for name, module in self.model.named_modules()}
@@ -60,16 +58,13 @@ class Probe:
         self.modes = {module: module.training for module in self.names}
         self._own_dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
         self.dtype = self._own_dtype
-        # wider copies of parameters and buffers: the table of a module that has it, its name, and the copy
-        self._copies: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
-        # of what is used instead of the batch's own tensors, such as the inputs of a decoder
-        self._defaults: dict[str, Any] = {}
+        # wider copies of parameters and buffers
+        self._copies: list[Copy] = []
 
     @property
-    def config(self) -> Any:
-        """The config of a Hugging Face model; None without."""
-        found = getattr(self.model, "config", None)
-        return found if hasattr(found, "model_type") else None
+    def has_loss(self) -> bool:
+        """Whether a function of the loss was passed, or the model returns one with its output."""
+        return self._loss is not None or self._is_lightning or self.batch.takes("labels")
 
     # calls
 
@@ -80,8 +75,8 @@ class Probe:
             ValueError: if the model does not run on the batch, or returns no tensor.
         """
         with self._settings(training=False), torch.no_grad():
+            # a layer that is called again would find what it has stored; a decoder may have a config of its own
             if self._forward is None and self.config is not None and self.batch.takes("use_cache"):
-                # layers that are called again would find what they have stored
                 self._defaults = {"use_cache": False}
             self._find_decoder_inputs()
             native = self._call({})
@@ -90,13 +85,13 @@ class Probe:
                 "check_model: the model returns no tensor; pass forward=, a function of the model and the "
                 "batch that returns its output"
             )
-        self._output = native.detach()
+        self.reference = native.detach()
         for dtype in (torch.float64, torch.float32):
             if dtype.itemsize <= self.dtype.itemsize:
                 break
             previous, self.dtype = self.dtype, dtype
             try:
-                self._copies = self._in(dtype)
+                self._copies = copies_in(self.model, dtype)
                 with self._settings(training=False), torch.no_grad():
                     output = self._call({})
             # operators without this dtype, layers that are not registered, no memory for the copies
@@ -104,7 +99,7 @@ class Probe:
                 output = None
             # the lowest number of float64, as a mask, is -inf in a softmax in float32
             if output is not None and torch.equal(output.isfinite(), native.isfinite()):
-                self._output = output.detach()
+                self.reference = output.detach()
                 break
             self._copies, self.dtype = [], previous
 
@@ -117,11 +112,6 @@ class Probe:
             yield
         finally:
             self._copies, self.dtype = copies, dtype
-
-    @property
-    def reference(self) -> Tensor:
-        """The output for the batch as it was given, in evaluation mode."""
-        return self._output
 
     def output(
         self, changes: Mapping[str, Any] | None = None, *, training: bool = False, seed: int = 0
@@ -154,18 +144,53 @@ class Probe:
         Raises:
             NotApplicable: if the model has none and no function was passed.
         """
-        with self._settings(training=True, dropout=False), self.in_own_dtype(), torch.enable_grad():
-            batch = self.batch.given
-            if self._loss is not None:
-                return self._loss(self.model, batch)
-            if self._is_lightning:
-                result = self.model.training_step(batch, 0)  # type: ignore[operator]
-                found = result if isinstance(result, Tensor) else loss_of(result)
-            else:
-                found = loss_of(self.batch.call(self.model, batch))
-            if found is None:
-                raise NotApplicable("the model returns no loss; pass loss=, a function of model and batch")
-            return found
+        with self.differentiated():
+            found = self.result_with_loss()[1]
+        if found is None:
+            raise NotApplicable("the model returns no loss; pass loss=, a function of model and batch")
+        return found
+
+    @contextmanager
+    def differentiated(self, *, training: bool = True) -> Iterator[None]:
+        """Set what a forward with its backward needs: gradients and modes, which checkpoints read again.
+
+        Args:
+            training: whether it is the training step, in the model's own dtype and without dropout; otherwise
+                the model is in evaluation mode, and in `dtype`.
+        """
+        dtype = self.in_own_dtype() if training else nullcontext()
+        with (
+            dtype,
+            self._settings(training=training, dropout=False),
+            torch.enable_grad(),
+            plain_checkpoints(),
+        ):
+            yield
+
+    def result_with_loss(self, changes: Mapping[str, Any] | None = None) -> tuple[Any, Tensor | None]:
+        """Return all that the model returns and the loss, with their graph; call it in `differentiated`.
+
+        The loss is None if the model has none and no function was passed.
+
+        Args:
+            changes: other values of arguments, by name.
+        """
+        batch = self.batch.changed(changes) if changes else self.batch.given
+        if self._loss is not None:
+            found = self._loss(self.model, batch)
+            return found, found
+        if self._is_lightning and self._forward is None:
+            result = self.model.training_step(batch, 0)  # type: ignore[operator]
+            return result, result if isinstance(result, Tensor) else loss_of(result)
+        batch = cast(batch, self.dtype)
+        call = self.batch.call if self._forward is None else self._forward
+        result = call(self.model, batch)
+        return result, loss_of(result)
+
+    def output_with_graph(self, changes: Mapping[str, Any], seed: int = 0) -> Tensor | None:
+        """Return the output for changed inputs with its graph; call it in `differentiated`."""
+        torch.manual_seed(seed)
+        return self._call(changes)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module as in evaluation mode, without a graph; None if it fails with these inputs."""
@@ -221,14 +246,14 @@ class Probe:
 
     @cached_property
     def _narrowest(self) -> float:
-        seen = _Dtypes()
+        seen = Dtypes()
         with seen:
             self.output()
         return max([torch.finfo(x).eps for x in seen.dtypes], default=0.0)
 
     def _error_of(self, eps: float) -> float:
         """Return the largest change of the output if each weight changes by up to ``eps`` of itself."""
-        weights = list(dict.fromkeys(copy for *_, copy in self._copies)) or list(_floating(self.model))
+        weights = list(dict.fromkeys(copy for *_, copy in self._copies)) or list(floating(self.model))
         before = [p.data for p in weights]
         generator = torch.Generator(device="cpu").manual_seed(0)
         try:
@@ -253,101 +278,6 @@ class Probe:
         same = (a == b) | (a.isnan() & b.isnan())
         return torch.where(same, 0.0, (a - b).abs().nan_to_num(nan=float("inf"))) / (self.scale or 1.0)
 
-    # what is known of the inputs
-
-    @cached_property
-    def streams(self) -> list[Stream]:
-        """The sequences that go into the model; that of a decoder is the last."""
-        known = self.batch.streams()
-        for name, x in self._defaults.items():
-            if isinstance(x, Tensor) and name not in self.batch.tensors:
-                known.append(Stream(name, x))
-        return known
-
-    @property
-    def aligned(self) -> Stream | None:
-        """The sequence for each of whose positions the model has an output ``(B, T, ...)``; None without."""
-        shape = self.reference.shape
-        for stream in reversed(self.streams):
-            if stream.is_sequence and len(shape) >= 2 and stream.tensor.shape[:2] == shape[:2]:
-                # one number for each example, such as a class, is not an output of positions
-                return stream if len(shape) > 2 else None
-        return None
-
-    @cached_property
-    def is_causal(self) -> bool | None:
-        """Whether no output may depend on later tokens: as passed, or by the config, or by the labels.
-
-        None if that is not known. Labels that are the tokens one position later are those of a causal model;
-        labels of tokens that are hidden in the input are those of an encoder.
-        """
-        if self._causal is not None:
-            return self._causal
-        config = self.config
-        if config is not None:
-            name = type(self.model).__name__
-            if getattr(config, "is_encoder_decoder", False):
-                return True
-            if "CausalLM" in name or "LMHead" in name or getattr(config, "is_decoder", False):
-                # XLM's and XLNet's may be encoders
-                return bool(getattr(config, "causal", True)) and getattr(config, "attn_type", "uni") != "bi"
-            return False if "MaskedLM" in name or "Image" in name else None
-        stream, labels = self.aligned, self.batch.labels
-        if stream is None or labels is None or not stream.is_tokens:
-            return None
-        x, y = stream.tensor, self.batch.tensors[labels]
-        if y.is_floating_point() or y.shape != x.shape:
-            return None
-        used = y >= 0
-        shifted = used[:, :-1]
-        if stream.mask is not None:
-            shifted = shifted & self.batch.kept(stream.mask)[:, 1:]
-        if int(shifted.sum()) and float((y[:, :-1] == x[:, 1:])[shifted].double().mean()) > 0.9:
-            return True
-        hidden = float((x[used] == x[used].mode().values).double().mean()) if bool(used.any()) else 0.0
-        return False if hidden > 0.9 and not bool(used.all()) else None
-
-    @cached_property
-    def is_encoder_decoder(self) -> bool:
-        """Whether the model has an encoder and a decoder, as its config or its inputs say."""
-        if self.config is not None:
-            return bool(getattr(self.config, "is_encoder_decoder", False))
-        return len([x for x in self.streams if x.is_sequence]) > 1
-
-    def kept(self, stream: Stream) -> Tensor:
-        """Return which tokens of a sequence are not padding, ``(B, T)`` bool."""
-        if stream.mask is None:
-            return torch.ones(stream.tensor.shape[:2], dtype=torch.bool, device=stream.tensor.device)
-        return self.batch.kept(stream.mask)
-
-    def changed(self, stream: Stream, where: Tensor, seed: int = 0) -> Tensor:
-        """Return a sequence with other values at some positions, ``(B, T)`` bool or ``(B,)`` bool.
-
-        Tokens are replaced by others of the batch, values by random ones of the same spread.
-
-        Raises:
-            NotApplicable: if all tokens of the batch are equal.
-        """
-        x = stream.tensor
-        generator = torch.Generator(device="cpu").manual_seed(seed)
-        if stream.is_tokens:
-            known = x[self.kept(stream)].unique()
-            # those of all rows, such as the end of a text, may be looked for
-            rare = known[[not bool((x == y).any(1).all()) for y in known]] if len(x) > 1 else known
-            known = rare if len(rare) > 1 else known
-            if len(known) < 2:
-                raise NotApplicable(f"all tokens in {stream.name} are equal; pass a batch of real data")
-            # another one of those that are known
-            place = torch.searchsorted(known, x.contiguous()).clamp(max=len(known) - 1)
-            step = torch.randint(1, len(known), x.shape, generator=generator, device="cpu").to(x.device)
-            other = known[(place + step) % len(known)]
-        else:
-            noise = torch.randn(x.shape, generator=generator, device="cpu", dtype=torch.float64)
-            spread = float(x.double().std()) if x.numel() > 1 else 1.0
-            other = x + ((spread or 1.0) * noise).to(x.device, x.dtype)
-        where = where.to(x.device)
-        return torch.where(where.view(where.shape + (1,) * (x.dim() - where.dim())), other, x)
-
     # details
 
     @property
@@ -355,35 +285,11 @@ class Probe:
         names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(self.model).__mro__}
         return bool(names & {"lightning.LightningModule", "pytorch_lightning.LightningModule"})
 
-    def _in(self, dtype: torch.dtype) -> list[tuple[nn.Module, dict[str, Any], str, Tensor]]:
-        """Return copies of parameters and buffers in a dtype; tied ones have one copy.
-
-        Those that are 0 have small random values, unless they are biases.
-
-        The parameters themselves stay as they are: autograd would forget the hooks of one that gets another
-        dtype, among them those of DistributedDataParallel.
-        """
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        copies: dict[Tensor, nn.Parameter] = {}
-        for x in _floating(self.model):
-            copies[x] = nn.Parameter(x.detach().to(dtype), requires_grad=False)
-            # a head, a gate or positions that start at 0 would hide what comes before
-            if x in names and not names[x].endswith("bias") and not bool(x.any()):
-                copies[x].data.copy_(_SMALL * torch.randn(x.shape, generator=generator, device="cpu"))
-        return [
-            (module, table, name, copies[x] if isinstance(x, nn.Parameter) else copies[x].data)
-            for module in self.model.modules()
-            for table in (module._parameters, module._buffers)  # noqa: SLF001
-            for name, x in table.items()
-            if x is not None and x in copies
-        ]
-
     def _call(self, changes: Mapping[str, Any]) -> Tensor | None:
         changes = self._defaults | dict(changes)
         labels = "decoder_input_ids" not in self._defaults
         batch = self.batch.changed(changes, labels=labels) if changes else self.batch.given
-        batch = _cast(batch, self.dtype)
+        batch = cast(batch, self.dtype)
         if self._forward is not None:
             return output_of(self._forward(self.model, batch))
         return output_of(self.batch.call(self.model, batch))
@@ -402,7 +308,7 @@ class Probe:
 
         handle = decoder.register_forward_pre_hook(note, with_kwargs=True)
         try:
-            self.batch.call(self.model, _cast(self.batch.given, self.dtype))
+            self.batch.call(self.model, cast(self.batch.given, self.dtype))
         finally:
             handle.remove()
         if found and isinstance(found[0], Tensor):
@@ -410,13 +316,21 @@ class Probe:
 
     @contextmanager
     def _settings(self, *, training: bool, dropout: bool = True) -> Iterator[None]:
-        """Set the modes of all modules for a call, without compilation and autocast."""
+        """Set the modes of all modules for a call, without compilation, autocast and a cache of keys."""
         modes = {module: module.training for module in self.model.modules()}
         device = next((p.device.type for p in self.model.parameters()), "cpu")
         with ExitStack() as stack:
-            stack.enter_context(_exchanged(self._copies))
+            stack.enter_context(exchanged(self._copies))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(plain_checkpoints())
             stack.enter_context(torch.autocast(device, enabled=False) if device != "meta" else nullcontext())
+            config: Any = self.config
+            if hasattr(config, "get_text_config"):
+                config = config.get_text_config()
+            # a layer that is called again, or is in two places, would read its own keys
+            if getattr(config, "use_cache", False):
+                stack.callback(setattr, config, "use_cache", config.use_cache)
+                config.use_cache = False
             for module in modes:
                 off = isinstance(module, BATCH_NORMS) or (isinstance(module, DROPOUTS) and not dropout)
                 module.training = training and not off
@@ -425,58 +339,3 @@ class Probe:
             finally:
                 for module, mode in modes.items():
                     module.training = mode
-
-
-def _floating(model: nn.Module) -> Iterator[Tensor]:
-    for x in dict.fromkeys([*model.parameters(), *model.buffers()]):
-        if (
-            x.is_floating_point()
-            and x.layout == torch.strided
-            and type(x) in {Tensor, nn.Parameter, nn.Buffer}
-        ):
-            yield x
-
-
-@contextmanager
-def _exchanged(copies: Sequence[tuple[nn.Module, dict[str, Any], str, Tensor]]) -> Iterator[None]:
-    """Put copies in the places of parameters and buffers."""
-    before = [table[name] for _, table, name, _ in copies]
-    recurrent = dict.fromkeys(module for module, *_ in copies if isinstance(module, nn.RNNBase))
-    flat = [module._flat_weights for module in recurrent]  # noqa: SLF001
-    for _, table, name, copy in copies:
-        table[name] = copy
-    for module in recurrent:
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # noqa: SLF001
-    try:
-        yield
-    finally:
-        for (_, table, name, _), x in zip(copies, before, strict=True):
-            table[name] = x
-        for module, weights in zip(recurrent, flat, strict=True):
-            module._flat_weights = weights  # noqa: SLF001
-
-
-class _Dtypes(TorchDispatchMode):
-    """Notes the floating-point dtypes of what operators return."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(x, Tensor) and x.is_floating_point():
-                self.dtypes.add(x.dtype)
-        return result
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return floating-point tensors in a dtype, also in containers; others as they are."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(x, dtype) for key, x in value.items()}
-    if type(value) in {list, tuple}:
-        return type(value)([_cast(x, dtype) for x in value])
-    return value

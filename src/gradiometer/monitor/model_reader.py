@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from gradiometer.checks import bounded_logits, leaves_of
 from gradiometer.inputs import is_dtensor, named_parameters, without_wrappers
 from gradiometer.monitor.batch_reader import BatchReader
 from gradiometer.monitor.failures import Failures
-from gradiometer.monitor.loss_graph import bounded_logits, leaves_of
 from gradiometer.monitor.norm_reader import NormReader
 from gradiometer.monitor.optimizer_reader import OptimizerReader
 from gradiometer.monitor.value_reader import ValueReader

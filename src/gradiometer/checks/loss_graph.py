@@ -44,7 +44,7 @@ def leaves_of(
         held: the ids of what known optimizers hold, which is meant to be trained.
     """
     own = {id(parameter) for parameter in parameters}
-    found, is_whole = _variables(loss, own)
+    found, is_whole = variables(loss, own)
     reached = any(id(variable) in own for variable in found)
     if not is_whole:
         return Leaves(reached or None)
@@ -55,7 +55,7 @@ def leaves_of(
     if not left or not modules or any(type(x).__name__ == _FLAT for x in left.values()):
         return Leaves(reached)
     unregistered = []
-    for attribute, kind, tensors in _attributes(modules):
+    for attribute, kind, tensors in attributes(modules):
         there = [left.pop(id(x)) for x in tensors if id(x) in left]
         if there:
             elements = sum(x.numel() for x in there)
@@ -131,7 +131,7 @@ _SAME: Final = re.compile(
 )
 
 
-def _variables(loss: Tensor, own: Collection[int]) -> tuple[list[Tensor], bool]:
+def variables(loss: Tensor, own: Collection[int]) -> tuple[list[Tensor], bool]:
     """Return the leaves of a graph, and whether all of it was visited.
 
     It is not if it is too large, or if a part of it is built in the backward only, as under reentrant
@@ -158,13 +158,13 @@ def _variables(loss: Tensor, own: Collection[int]) -> tuple[list[Tensor], bool]:
     return found, is_whole
 
 
-def _attributes(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, list[Tensor]]]:
+def attributes(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, list[Tensor]]]:
     """Yield the containers with tensors or layers that modules have as attributes: name, class, tensors."""
     for prefix, root in modules.items():
         for path, module in root.named_modules():
             for name, value in vars(module).items():
                 if name not in _REGISTERED and isinstance(value, (list, tuple, set, dict)):
-                    tensors = list(_tensors_in(value, [_OBJECTS]))
+                    tensors = list(tensors_in(value, [_OBJECTS]))
                     parts = [x for x in f"{prefix}{path}".split(".") if x not in _WRAPPERS]
                     yield ".".join([*parts, name]), type(value).__name__, tensors
 
@@ -174,7 +174,7 @@ _REGISTERED: Final = frozenset({"_parameters", "_buffers", "_modules", "_non_per
 _WRAPPERS: Final = frozenset({"", "module", "_orig_mod"})
 
 
-def _tensors_in(value: object, left: list[int], depth: int = _DEPTH) -> Iterable[Tensor]:
+def tensors_in(value: object, left: list[int], depth: int = _DEPTH) -> Iterable[Tensor]:
     """Yield the tensors in containers, and the parameters of modules in them."""
     left[0] -= 1
     if left[0] < 0:
@@ -185,4 +185,4 @@ def _tensors_in(value: object, left: list[int], depth: int = _DEPTH) -> Iterable
         yield from value.parameters()
     elif depth and isinstance(value, (list, tuple, set, dict)):
         for part in list(value.values() if isinstance(value, dict) else value):
-            yield from _tensors_in(part, left, depth - 1)
+            yield from tensors_in(part, left, depth - 1)
