@@ -161,7 +161,7 @@ def _slice(probe: Probe, stream: Stream, name: str, x: Any, start: int, end: int
 
 def _call(probe: Probe, arguments: dict[str, Any]) -> Any:
     """Return what the model returns for arguments by name, in evaluation mode and without a graph."""
-    with probe._settings(training=False), torch.no_grad():  # noqa: SLF001
+    with probe.in_evaluation():
         return probe.model(**cast(arguments, probe.dtype))
 
 

@@ -31,8 +31,10 @@ def copies_in(model: nn.Module, dtype: torch.dtype) -> list[Copy]:
     copies: dict[Tensor, nn.Parameter] = {}
     for x in floating(model):
         copies[x] = nn.Parameter(x.detach().to(dtype), x.requires_grad)
-        # a head, a gate or positions that start at 0 would hide what comes before
-        if x in names and not names[x].endswith("bias") and not bool(x.any()):
+        # a head, a gate or positions that start at 0 would hide what comes before; a norm that multiplies by
+        # 1 + weight does not
+        may_hide = (x.dim() > 1 or x.numel() == 1) and not names.get(x, "bias").endswith("bias")
+        if may_hide and not bool(x.any()):
             copies[x].data.copy_(_SMALL * torch.randn(x.shape, generator=generator, device="cpu"))
     return [
         (module, table, name, copies[x] if isinstance(x, nn.Parameter) else copies[x].data)

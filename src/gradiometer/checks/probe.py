@@ -75,10 +75,12 @@ class Probe(ModelInputs):
             ValueError: if the model does not run on the batch, or returns no tensor.
         """
         with self._settings(training=False), torch.no_grad():
-            # a layer that is called again would find what it has stored; a decoder may have a config of its own
+            # a layer that is called again would find what it has stored; a decoder may have its own config
             if self._forward is None and self.config is not None and self.batch.takes("use_cache"):
                 self._defaults = {"use_cache": False}
             self._find_decoder_inputs()
+            # of models that draw random numbers also in evaluation mode, the outputs of one seed are compared
+            torch.manual_seed(0)
             native = self._call({})
         if native is None:
             raise ValueError(
@@ -93,6 +95,7 @@ class Probe(ModelInputs):
             try:
                 self._copies = copies_in(self.model, dtype)
                 with self._settings(training=False), torch.no_grad():
+                    torch.manual_seed(0)
                     output = self._call({})
             # operators without this dtype, layers that are not registered, no memory for the copies
             except Exception:  # noqa: BLE001
@@ -192,11 +195,21 @@ class Probe(ModelInputs):
         torch.manual_seed(seed)
         return self._call(changes)
 
+    def weights(self) -> list[Tensor]:
+        """Return the parameters and buffers that calls use, or their copies."""
+        return [*(copy for *_, copy in self._copies), *self.model.parameters(), *self.model.buffers()]
+
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module as in evaluation mode, without a graph; None if it fails with these inputs."""
-        with self._settings(training=False), torch.no_grad(), suppress(Exception):
+        with self.in_evaluation(), suppress(Exception):
             return module(*args, **kwargs)
         return None
+
+    @contextmanager
+    def in_evaluation(self) -> Iterator[None]:
+        """Call modules as `output` does: in evaluation mode, in `dtype`, without a graph."""
+        with self._settings(training=False), torch.no_grad():
+            yield
 
     def captured(
         self, modules: Iterable[nn.Module], changes: Mapping[str, Any] | None = None
