@@ -55,14 +55,18 @@ def repeatable(probe: Probe) -> Iterator[Evidence]:
         text = f"values of uninitialized memory change the output by {_percent(size)}"
         yield Evidence(text, None, size, limit, EMPTY)
         return
-    first, other, again = (probe.output(seed=seed) for seed in (0, 1, 0))
+    first, other = (probe.output(seed=seed) for seed in (0, 1))
+    # what a model keeps of other inputs
+    probe.output(probe.other_inputs())
+    again = probe.output(seed=0)
     change, same = _distance(probe, other, first), _distance(probe, again, first)
     if max(change, same) > limit:
         name, kind = _first_that_differs(probe)
         why = "random numbers" if same <= limit else "not only torch's random numbers, or kept state"
         where = f"; first in {name or 'the model itself'} ({kind})"
         text = f"two forwards in evaluation mode differ by {_percent(max(change, same))}, by {why}{where}"
-        severity = Severity.INFO if _is_random_by_design(probe, kind) else Severity.WARNING
+        is_meant = same <= limit and _is_random_by_design(probe, kind)
+        severity = Severity.INFO if is_meant else Severity.WARNING
         yield Evidence(text, name, max(change, same), limit, REPEAT, severity)
 
 
@@ -159,7 +163,8 @@ class _Calls:
             # those of whole channels drop few
             per = x.numel() if isinstance(module, nn.Dropout) else x.shape[0] * x.shape[min(1, x.dim() - 1)]
             share = float((x != 0).double().mean()) * per * p
-            if share > _EXPECTED and x.shape == output.shape and torch.equal(x, output):
+            is_in_place = x.data_ptr() == output.data_ptr()
+            if share > _EXPECTED and not is_in_place and x.shape == output.shape and torch.equal(x, output):
                 self.idle[module] = p
 
     def evidence(self, probe: Probe) -> Iterator[Evidence]:
@@ -259,10 +264,27 @@ def _agree(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def _is_random_by_design(probe: Probe, kind: str) -> bool:
+    """Return whether random numbers are drawn on purpose: by the name of the model, or as of a distribution.
+
+    Those that ``forward=`` draws are no part of the model. Normal ones that are multiplied by something that
+    was computed are samples with that standard deviation.
+    """
     config = probe.config
     names = [kind, type(probe.model).__name__]
-    return any(_SAMPLES.search(name) for name in names) or bool(
-        getattr(config, "mask_ratio", 0) or getattr(config, "noise_scale", 0)
+    if any(_SAMPLES.search(name) for name in names):
+        return True
+    if getattr(config, "mask_ratio", 0) or getattr(config, "noise_scale", 0):
+        return True
+    trace = traced(probe)
+    drawn = [node for node in trace.nodes if node.is_random and node.module is not None]
+    if any("norm" not in node.name and "randn" not in node.name for node in drawn):
+        return False
+    return not drawn or any(
+        node.name in {"mul", "addcmul"}
+        and any(x.is_noise for x in sources)
+        and not all(x.is_noise for x in sources)
+        for node in trace.nodes
+        if len(sources := [trace.nodes[index] for index, _ in node.inputs.values()]) > 1
     )
 
 

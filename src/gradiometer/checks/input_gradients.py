@@ -85,10 +85,10 @@ def _examine(probe: Probe, stream: Stream) -> Iterator[Evidence]:
 def _none(probe: Probe, stream: Stream, wanted: Tensor, *, mixed: bool) -> Iterator[Evidence]:
     """Tell that nothing gets a gradient, unless the layers that read the input are frozen."""
     if not (mixed and bool(_reached(probe, stream, wanted, 0, mixed=False).any())):
-        names = trainable(probe)
         # what an embedding that is trained looks up has a graph
         is_trained = stream.is_tokens and any(not x.is_leaf for x, _ in _run(probe, stream, wanted, 0)[1])
         with probe.differentiated():
+            names = trainable(probe)
             if not is_trained and (not names or not without_gradient(probe, names)):
                 raise NotApplicable(f"{stream.name} is used without a graph before all trainable layers")
         mixed = False

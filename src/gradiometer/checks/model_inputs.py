@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,14 @@ class ModelInputs:
         if stream.mask is None:
             return torch.ones(stream.tensor.shape[:2], dtype=torch.bool, device=stream.tensor.device)
         return self.batch.kept(stream.mask)
+
+    def other_inputs(self, seed: int = 0) -> dict[str, Tensor]:
+        """Return other values of all sequences, by name; without those that have no others."""
+        found = {}
+        for stream in self.streams:
+            with suppress(NotApplicable):
+                found[stream.name] = self.changed(stream, self.kept(stream), seed)
+        return found
 
     def changed(self, stream: Stream, where: Tensor, seed: int = 0) -> Tensor:
         """Return a sequence with other values at some positions, ``(B, T)`` bool or ``(B,)`` bool.

@@ -31,6 +31,7 @@ UNUSED: Final = (
 STUCK: Final = (
     "let only one of two factors start at 0, as the second matrix of LoRA or the last layer of a branch"
 )
+CANCELS: Final = "a bias that cancels out can be left out; otherwise look at whether it is added"
 HEAD: Final = (
     "if this loss is not meant to use it, freeze or remove it: DistributedDataParallel raises an error for "
     "parameters without a gradient, unless find_unused_parameters=True"
@@ -85,7 +86,7 @@ def parameter_gradients(probe: Probe) -> Iterator[Evidence]:
     for root, group in _grouped(probe, names, dead).items():
         # an expert that no token of the batch was sent to
         if not _is_routed(probe, root, alive) or _matters(probe, [names[name] for name in group]):
-            yield from _about(probe, root, group, names)
+            yield from _about(probe, root, group, names, dead)
 
 
 def without_gradient(
@@ -121,14 +122,8 @@ def _gradients(
 def _others(probe: Probe) -> Iterable[tuple[dict[str, Any], int]]:
     """Yield other inputs and seeds, for other experts and for layers that are dropped at random."""
     for seed in range(1, _TRIES + 1):
-        changes = {}
-        for stream in probe.streams:
-            if stream.name in probe.batch.tensors:
-                try:
-                    changes[stream.name] = probe.changed(stream, probe.kept(stream), seed)
-                except NotApplicable:
-                    continue
-        yield changes, seed
+        others = probe.other_inputs(seed).items()
+        yield {name: x for name, x in others if name in probe.batch.tensors}, seed
 
 
 @contextmanager
@@ -211,14 +206,22 @@ def _grouped(probe: Probe, names: Mapping[str, Tensor], dead: Iterable[str]) -> 
     return groups
 
 
-def _about(probe: Probe, root: str, group: list[str], names: Mapping[str, Tensor]) -> Iterator[Evidence]:
+def _about(
+    probe: Probe, root: str, group: list[str], names: Mapping[str, Tensor], dead: Mapping[str, Tensor]
+) -> Iterator[Evidence]:
     what = _what(root, group)
     if _matters(probe, [names[name] for name in group]):
         text = f"{what}: no gradient, though the loss depends on {'it' if len(group) == 1 else 'them'}"
         yield Evidence(text, group[0], float(len(group)), 0.0, DETACHED)
         return
     text = f"{what}: no gradient, and the loss does not depend on {'it' if len(group) == 1 else 'them'}"
-    if _may_be_unused(probe, root, group, names):
+    if all(
+        name.endswith("bias") and f"{name[:-4]}weight" in names and f"{name[:-4]}weight" not in dead
+        for name in group
+    ):
+        # such as that of keys, of which a softmax sees differences
+        yield Evidence(text, group[0], float(len(group)), 0.0, CANCELS, Severity.INFO)
+    elif _may_be_unused(probe, root, group, names):
         yield Evidence(text, group[0], float(len(group)), 0.0, HEAD, Severity.INFO)
     else:
         yield Evidence(text, group[0], float(len(group)), 0.0, UNUSED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# a module, its table of parameters or buffers, the name there, and the copy
-Copy: TypeAlias = tuple[nn.Module, dict[str, Any], str, Tensor]
 # the standard deviation of weights in place of those that are all 0
 _SMALL: Final = 0.02
+
+
+class Copy(NamedTuple):
+    """A copy of a parameter or buffer.
+
+    Attributes:
+        module: the module that has it.
+        table: its table of parameters or of buffers.
+        name: the name there.
+        copy: the copy.
+        original: the parameter or buffer.
+    """
+
+    module: nn.Module
+    table: dict[str, Any]
+    name: str
+    copy: Tensor
+    original: Tensor
 
 
 def copies_in(model: nn.Module, dtype: torch.dtype) -> list[Copy]:
@@ -37,7 +53,7 @@ def copies_in(model: nn.Module, dtype: torch.dtype) -> list[Copy]:
         if may_hide and not bool(x.any()):
             copies[x].data.copy_(_SMALL * torch.randn(x.shape, generator=generator, device="cpu"))
     return [
-        (module, table, name, copies[x] if isinstance(x, nn.Parameter) else copies[x].data)
+        Copy(module, table, name, copies[x] if isinstance(x, nn.Parameter) else copies[x].data, x)
         for module in model.modules()
         for table in (module._parameters, module._buffers)  # noqa: SLF001
         for name, x in table.items()
@@ -57,20 +73,23 @@ def floating(model: nn.Module) -> Iterator[Tensor]:
 
 
 @contextmanager
-def exchanged(copies: Sequence[Copy]) -> Iterator[None]:
-    """Put copies in the places of parameters and buffers."""
-    before = [table[name] for _, table, name, _ in copies]
-    recurrent = dict.fromkeys(module for module, *_ in copies if isinstance(module, nn.RNNBase))
+def exchanged(copies: Sequence[Copy], *, wide: bool) -> Iterator[None]:
+    """Put copies, if they are to be used, or the weights themselves in the places of parameters and buffers.
+
+    Such contexts may be nested.
+    """
+    before = [each.table[each.name] for each in copies]
+    recurrent = dict.fromkeys(each.module for each in copies if isinstance(each.module, nn.RNNBase))
     flat = [module._flat_weights for module in recurrent]  # noqa: SLF001
-    for _, table, name, copy in copies:
-        table[name] = copy
+    for each in copies:
+        each.table[each.name] = each.copy if wide else each.original
     for module in recurrent:
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]  # noqa: SLF001
     try:
         yield
     finally:
-        for (_, table, name, _), x in zip(copies, before, strict=True):
-            table[name] = x
+        for each, x in zip(copies, before, strict=True):
+            each.table[each.name] = x
         for module, weights in zip(recurrent, flat, strict=True):
             module._flat_weights = weights  # noqa: SLF001
 

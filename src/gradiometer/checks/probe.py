@@ -58,8 +58,9 @@ class Probe(ModelInputs):
         self.modes = {module: module.training for module in self.names}
         self._own_dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
         self.dtype = self._own_dtype
-        # wider copies of parameters and buffers
+        # wider copies of parameters and buffers, and whether calls use them
         self._copies: list[Copy] = []
+        self._is_wide = True
 
     @property
     def has_loss(self) -> bool:
@@ -109,12 +110,12 @@ class Probe(ModelInputs):
     @contextmanager
     def in_own_dtype(self) -> Iterator[None]:
         """Run the model with its own weights, as for gradients."""
-        copies, dtype = self._copies, self.dtype
-        self._copies, self.dtype = [], self._own_dtype
+        wide, dtype = self._is_wide, self.dtype
+        self._is_wide, self.dtype = False, self._own_dtype
         try:
             yield
         finally:
-            self._copies, self.dtype = copies, dtype
+            self._is_wide, self.dtype = wide, dtype
 
     def output(
         self, changes: Mapping[str, Any] | None = None, *, training: bool = False, seed: int = 0
@@ -197,7 +198,7 @@ class Probe(ModelInputs):
 
     def weights(self) -> list[Tensor]:
         """Return the parameters and buffers that calls use, or their copies."""
-        return [*(copy for *_, copy in self._copies), *self.model.parameters(), *self.model.buffers()]
+        return [*(each.copy for each in self._copies), *self.model.parameters(), *self.model.buffers()]
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module as in evaluation mode, without a graph; None if it fails with these inputs."""
@@ -266,7 +267,8 @@ class Probe(ModelInputs):
 
     def _error_of(self, eps: float) -> float:
         """Return the largest change of the output if each weight changes by up to ``eps`` of itself."""
-        weights = list(dict.fromkeys(copy for *_, copy in self._copies)) or list(floating(self.model))
+        copies = [each.copy for each in self._copies if self._is_wide]
+        weights = list(dict.fromkeys(copies)) or list(floating(self.model))
         before = [p.data for p in weights]
         generator = torch.Generator(device="cpu").manual_seed(0)
         try:
@@ -333,7 +335,7 @@ class Probe(ModelInputs):
         modes = {module: module.training for module in self.model.modules()}
         device = next((p.device.type for p in self.model.parameters()), "cpu")
         with ExitStack() as stack:
-            stack.enter_context(exchanged(self._copies))
+            stack.enter_context(exchanged(self._copies, wide=self._is_wide))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(plain_checkpoints())
             stack.enter_context(torch.autocast(device, enabled=False) if device != "meta" else nullcontext())

@@ -108,7 +108,8 @@ def _copies(probe: Probe, told: set[str]) -> Iterator[Evidence]:
     """Look for matrices of equal random values that are two parameters."""
     groups: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
     for name, p in probe.model.named_parameters():
-        if p.dim() >= 2 and p.requires_grad and p.numel() > 1:
+        # vectors often begin with the same formula
+        if sum(size > 1 for size in p.shape) >= 2 and p.requires_grad:
             total, last = p.detach().double().sum(), p.detach().reshape(-1)[-1]
             groups.setdefault((p.shape, float(total), float(last)), []).append((name, p))
     for group in groups.values():
