@@ -163,7 +163,7 @@ class _Calls:
             # those of whole channels drop few
             per = x.numel() if isinstance(module, nn.Dropout) else x.shape[0] * x.shape[min(1, x.dim() - 1)]
             share = float((x != 0).double().mean()) * per * p
-            is_in_place = x.data_ptr() == output.data_ptr()
+            is_in_place = bool(getattr(module, "inplace", False))
             if share > _EXPECTED and not is_in_place and x.shape == output.shape and torch.equal(x, output):
                 self.idle[module] = p
 
