@@ -19,6 +19,8 @@ _MASK: Final = re.compile(r"mask|allowed|valid|^pad(ding)?s?$", re.IGNORECASE)
 _INVERTED: Final = re.compile(r"padding_mask|ignore|^pad(ding)?s?$", re.IGNORECASE)
 _LABELS: Final = re.compile(r"label|target(?!_ids)|^y$|answer", re.IGNORECASE)
 _NO_TOKENS: Final = re.compile(r"position|token_type|segment|length|index|indices|step|time", re.IGNORECASE)
+# the names of elements of a tuple that the model does not take
+_LEFT: Final = "element "
 _OF_DECODER: Final = re.compile(r"decoder|tgt|target", re.IGNORECASE)
 
 
@@ -74,6 +76,13 @@ class Batch:
     def takes(self, name: str) -> bool:
         """Return whether the model has an argument of this name."""
         return self._signature is not None and name in self._signature.parameters
+
+    def is_taken(self, name: str) -> bool:
+        """Return whether `call` passes an entry to the model."""
+        if self._signature is None or not isinstance(self.given, Mapping):
+            return not name.startswith(_LEFT)
+        kinds = [p.kind for p in self._signature.parameters.values()]
+        return inspect.Parameter.VAR_KEYWORD in kinds or name in self._signature.parameters
 
     def streams(self) -> list[Stream]:
         """Return the sequences that go into the model; that of a decoder is the last."""
@@ -142,7 +151,8 @@ class Batch:
         values = list(batch) if isinstance(batch, list | tuple) else [batch]
         names = self._names()
         taken = self._positional(len(values))
-        names = [names[i] if i < min(taken, len(names)) else f"argument {i}" for i in range(len(values))]
+        names = [names[i] if i < len(names) else f"argument {i}" for i in range(taken)]
+        names += [f"{_LEFT}{i}" for i in range(taken, len(values))]
         if isinstance(batch, list | tuple) and taken == len(values) - 1:
             names[-1] = "labels"
         return dict(zip(names, values, strict=True))

@@ -27,8 +27,9 @@ class ModelInputs:
 
     reference: Tensor
 
-    def __init__(self, model: nn.Module, batch: Any, causal: bool | None) -> None:  # noqa: FBT001 of check_model
+    def __init__(self, model: nn.Module, batch: Any, *, causal: bool | None, has_forward: bool) -> None:
         self.model, self.batch, self._causal = model, Batch(model, batch), causal
+        self._has_forward = has_forward
         # what is used instead of the batch's own tensors, such as the inputs of a decoder
         self._defaults: dict[str, Any] = {}
 
@@ -41,7 +42,7 @@ class ModelInputs:
     @cached_property
     def streams(self) -> list[Stream]:
         """The sequences that go into the model; that of a decoder is the last."""
-        known = self.batch.streams()
+        known = [x for x in self.batch.streams() if self._has_forward or self.batch.is_taken(x.name)]
         for name, x in self._defaults.items():
             if isinstance(x, Tensor) and name not in self.batch.tensors:
                 known.append(Stream(name, x))

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from gradiometer.checks.batch import Stream
+
 # how many times the measured rounding error two outputs may differ, and the least such error in roundings
 _FACTOR, _LEAST = 16.0, 8.0
 
@@ -47,7 +49,7 @@ class Probe(ModelInputs):
         causal: bool | None = None,  # noqa: FBT001 keyword arguments of check_model
         pretrained: bool | None = None,  # noqa: FBT001
     ) -> None:
-        super().__init__(unwrapped(model), batch, causal)
+        super().__init__(unwrapped(model), batch, causal=causal, has_forward=forward is not None)
         self.given = model
         self.optimizer = optimizer
         self._forward, self._loss, self._pretrained = forward, loss, pretrained
@@ -77,9 +79,10 @@ class Probe(ModelInputs):
         """
         with self._settings(training=False), torch.no_grad():
             # a layer that is called again would find what it has stored; a decoder may have its own config
-            if self._forward is None and self.config is not None and self.batch.takes("use_cache"):
-                self._defaults = {"use_cache": False}
-            self._find_decoder_inputs()
+            if not self._has_forward and self.config is not None:
+                if self.batch.takes("use_cache"):
+                    self._defaults = {"use_cache": False}
+                self._find_decoder_inputs()
             # of models that draw random numbers also in evaluation mode, the outputs of one seed are compared
             torch.manual_seed(0)
             native = self._call({})
@@ -226,6 +229,20 @@ class Probe(ModelInputs):
                 stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
             self.output(changes)
         return found
+
+    @cached_property
+    def streams(self) -> list[Stream]:
+        """The sequences that go into the model; with ``forward=``, those that the output depends on."""
+        if not self._has_forward:
+            return super().streams
+        return [x for x in super().streams if self._is_used(x)]
+
+    def _is_used(self, stream: Stream) -> bool:
+        try:
+            output = self.output({stream.name: self.changed(stream, self.kept(stream))})
+        except NotApplicable:
+            return True
+        return output.shape != self.reference.shape or not torch.equal(output, self.reference)
 
     # comparisons
 
