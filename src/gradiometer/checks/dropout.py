@@ -279,12 +279,11 @@ def _is_random_by_design(probe: Probe, kind: str) -> bool:
     drawn = [node for node in trace.nodes if node.is_random and node.module is not None]
     if any("norm" not in node.name and "randn" not in node.name for node in drawn):
         return False
+    drawn_at = {index for index, node in enumerate(trace.nodes) if node.is_random}
     return not drawn or any(
-        node.name in {"mul", "addcmul"}
-        and any(x.is_noise for x in sources)
-        and not all(x.is_noise for x in sources)
+        node.name in {"mul", "addcmul"} and len(sources) > 1 and any(x in drawn_at for x in sources)
         for node in trace.nodes
-        if len(sources := [trace.nodes[index] for index, _ in node.inputs.values()]) > 1
+        if (sources := [index for index, _ in node.inputs.values()])
     )
 
 

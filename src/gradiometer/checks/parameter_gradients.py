@@ -210,18 +210,21 @@ def _about(
     probe: Probe, root: str, group: list[str], names: Mapping[str, Tensor], dead: Mapping[str, Tensor]
 ) -> Iterator[Evidence]:
     what = _what(root, group)
-    if _matters(probe, [names[name] for name in group]):
-        text = f"{what}: no gradient, though the loss depends on {'it' if len(group) == 1 else 'them'}"
-        yield Evidence(text, group[0], float(len(group)), 0.0, DETACHED)
-        return
-    text = f"{what}: no gradient, and the loss does not depend on {'it' if len(group) == 1 else 'them'}"
+    it = "it" if len(group) == 1 else "them"
     if all(
         name.endswith("bias") and f"{name[:-4]}weight" in names and f"{name[:-4]}weight" not in dead
         for name in group
     ):
         # such as that of keys, of which a softmax sees differences
+        text = f"{what}: no gradient, though the weights beside {it} get one"
         yield Evidence(text, group[0], float(len(group)), 0.0, CANCELS, Severity.INFO)
-    elif _may_be_unused(probe, root, group, names):
+        return
+    if _matters(probe, [names[name] for name in group]):
+        text = f"{what}: no gradient, though the loss depends on {it}"
+        yield Evidence(text, group[0], float(len(group)), 0.0, DETACHED)
+        return
+    text = f"{what}: no gradient, and the loss does not depend on {it}"
+    if _may_be_unused(probe, root, group, names):
         yield Evidence(text, group[0], float(len(group)), 0.0, HEAD, Severity.INFO)
     else:
         yield Evidence(text, group[0], float(len(group)), 0.0, UNUSED)
@@ -302,7 +305,9 @@ def _dead_rows(probe: Probe, names: Mapping[str, Tensor]) -> Iterator[Evidence]:
     matrices = {}
     for path, module in probe.model.named_modules():
         weight = getattr(module, "weight", None)
-        if _is_numbered(path) and isinstance(weight, nn.Parameter) and weight.dim() == 2:
+        # an expert may get few tokens
+        is_layer = _is_numbered(path) and not _EXPERT.search(path)
+        if is_layer and isinstance(weight, nn.Parameter) and weight.dim() == 2:
             # the layer of GPT-2 has the transposed matrix
             dim = 1 if hasattr(module, "nf") else 0
             if not isinstance(module, nn.Embedding) and f"{path}.weight" in names:
