@@ -11,6 +11,8 @@ from gradiometer.checks import (  # noqa: F401 they fill the table of contracts
     cache,
     configuration,
     dropout,
+    first_loss,
+    initialization,
     input_gradients,
     modes,
     normalization,

@@ -281,7 +281,7 @@ def _is_hidden(x: Any, shape: Sequence[int]) -> bool:
 
 def _hidden(output: Any) -> Tensor:
     found = output[0] if isinstance(output, list | tuple) and output else output
-    return found if isinstance(found, Tensor) else torch.empty(0)  # no module returns this
+    return found if isinstance(found, Tensor) else torch.empty(0, device="cpu")  # no module returns this
 
 
 def _exchanged(x: Tensor, i: int, j: int) -> Tensor:

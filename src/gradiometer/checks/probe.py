@@ -35,6 +35,7 @@ class Probe(ModelInputs):
 
     Attributes:
         optimizer: the optimizer, several, or None.
+        pretrained: whether the weights have been trained, as passed; None if that is not known.
         is_sharded: whether parameters are DTensors or FSDP's flat ones, so that the model cannot be run here.
         dtype: the dtype in which outputs are compared.
     """
@@ -52,7 +53,7 @@ class Probe(ModelInputs):
         super().__init__(unwrapped(model), batch, causal=causal, has_forward=forward is not None)
         self.given = model
         self.optimizer = optimizer
-        self._forward, self._loss, self._pretrained = forward, loss, pretrained
+        self._forward, self._loss, self.pretrained = forward, loss, pretrained
         parameters = list(self.model.parameters())
         self.is_sharded = any(is_dtensor(type(p)) or type(p).__name__ == "FlatParameter" for p in parameters)
         self.names = {module: name for name, module in self.model.named_modules()}

@@ -283,7 +283,7 @@ def examples(probe: Probe) -> Iterator[Evidence]:
         before = probe.output(training=training) if training else probe.reference
         # behind a causal mask over examples, the first one does not see the others
         for row in (0, rows - 1):
-            rest = torch.arange(rows) != row
+            rest = torch.arange(rows, device="cpu") != row
             changes = {
                 x.name: probe.changed(x, rest.view(-1, 1).expand(x.tensor.shape[:2]) if x.is_tokens else rest)
                 for x in streams

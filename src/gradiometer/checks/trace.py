@@ -95,7 +95,7 @@ class Trace(TorchDispatchMode):
         self._aliases: dict[int, list[tuple[Tensor, Ref]]] = {}
         self._modules: list[nn.Module] = []
         self._bytes = 0
-        self.output = torch.empty(0)
+        self.output = torch.empty(0, device="cpu")
 
     @property
     def is_full(self) -> bool:

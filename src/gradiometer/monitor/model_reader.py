@@ -14,6 +14,7 @@ from gradiometer.checks import bounded_logits, leaves_of
 from gradiometer.inputs import is_dtensor, named_parameters, without_wrappers
 from gradiometer.monitor.batch_reader import BatchReader
 from gradiometer.monitor.failures import Failures
+from gradiometer.monitor.initial_reader import InitialReader
 from gradiometer.monitor.norm_reader import NormReader
 from gradiometer.monitor.optimizer_reader import OptimizerReader
 from gradiometer.monitor.value_reader import ValueReader
@@ -42,7 +43,10 @@ class ModelReader:
 
     def __init__(self, model: object, recorder: Recorder, failures: Failures | None = None) -> None:
         self._modules = modules_of(model)
-        self._batches = BatchReader({}, failures or Failures())
+        failures = failures or Failures()
+        self._batches = BatchReader({}, failures)
+        self._initial = InitialReader()
+        failures.attempt("model", self._initial.start, self._modules, recorder)
         self._parameters = recorder.parameters_tracked
         self._names = recorder.catalog.names
         self._state = ModelState(())
@@ -106,6 +110,7 @@ class ModelReader:
             "values": self._values.read(step, afresh=afresh),
             "batches": self._batches.end(step),
             "norms": self._norms.read(step),
+            "initial": self._initial.read(),
             "grad_writes": self._grad_writes(optimizers),
             "has_loss_scale": has_loss_scale,
             "driver": self._driver,

@@ -10,6 +10,7 @@ from gradiometer.recorder.kinds import KINDS, LOSS_ORDER, Kind, described, kinds
 from gradiometer.recorder.model_state import (
     OPTION,
     Driver,
+    InitialValues,
     LoopFacts,
     ModelState,
     ModelValues,
@@ -32,6 +33,7 @@ __all__ = [
     "BatchLook",
     "Catalog",
     "Driver",
+    "InitialValues",
     "Kind",
     "LoopFacts",
     "ModelState",

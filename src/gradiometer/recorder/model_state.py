@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from gradiometer.recorder.batch_look import BatchLook
+    from gradiometer.stats.line_stats import WeightValues
 
 
 class StepOrder(NamedTuple):
@@ -243,6 +244,19 @@ class NormValues:
     layers: tuple[tuple[str, str, float, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class InitialValues:
+    """The weights as they were when the monitor was created, by rows and columns.
+
+    Attributes:
+        weights: what is known of each; empty until it has arrived.
+        is_pretrained: whether they have been trained before, as a config, frozen parameters or norms tell.
+    """
+
+    weights: tuple[WeightValues, ...] = ()
+    is_pretrained: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class ModelState:
     """The state of a model at the end of a step, which costs no wait for the device.
@@ -260,6 +274,7 @@ class ModelState:
         bounded: the loss and what it is computed from in place of logits, such as ``"log_softmax of
             softmax"``, from the graph of the loss; empty if there is nothing like that.
         batches: what was seen of the batches of a few steps, in their order.
+        initial: the weights at the start.
         evaluating: the layers that behave differently in evaluation mode, if the model is in that mode, such
             as ``"2 BatchNorm2d, 1 Dropout"``; empty in training mode.
         untied: pairs of names that were one parameter when the monitor was created, and are two now.
@@ -299,6 +314,7 @@ class ModelState:
     is_foreign_gone: bool = False
     bounded: str = ""
     batches: tuple[BatchLook, ...] = ()
+    initial: InitialValues = field(default_factory=InitialValues)
 
 
 # attributes that a framework adds to parameters whose gradients are in its own buffers

@@ -36,7 +36,7 @@ SCALE: Final = (
 )
 
 # the loss of a label whose probability is lost in float32 beside one of 1
-_SATURATED: Final = 24 * math.log(2)
+SATURATED: Final = 24 * math.log(2)
 # names of vectors that are the scales of norm layers
 _SCALES: Final = re.compile(r"(?:^|[._])(?:weight|gamma|scale|g)$")
 # the share of positions that tell their label
@@ -159,7 +159,7 @@ class FirstLoss(LookRule):
             return []
         text = f"the first loss is {look.loss:.3g}, {times(look.loss / guess)} that of a model that knows "
         text += f"nothing, ln({look.classes:,}) = {guess:.3g}: the logits are too large"
-        is_wrong = look.loss >= _SATURATED or _ends_in_norm(record)
+        is_wrong = look.loss >= SATURATED or _ends_in_norm(record)
         severity = None if is_wrong else Severity.INFO
         return [self.about(record, looks[:1], look.loss, limit, text, SCALE, severity)]
 

@@ -15,6 +15,8 @@ from gradiometer.rules.base import BaseRule, WholeRule, mask
 from gradiometer.rules.finding import Finding, Severity, modules_text, times
 from gradiometer.rules.history import is_names
 from gradiometer.rules.known import optimizers_of
+from gradiometer.stats.initial_weights import odd_vectors, unusual_spread
+from gradiometer.stats.repeated_lines import repeated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,6 +53,8 @@ SHARE: Final = (
 
 # probabilities of Dropout
 HIGH, VERY_HIGH = 0.8, 0.9
+# findings in one step
+_MOST: Final = 5
 # a weight with less than this many times the usual scale is not too large
 LARGE: Final = 5.0
 # names of tensors that scale elements, which may start with equal values
@@ -70,6 +74,11 @@ class Initialization(WholeRule):
     unless its name is that of a scale. A weight of 0 has severity info, since some layers start at 0; it
     becomes a warning if it is still 0 after ``patience`` recorded steps, and its gradient is 0 too.
 
+    Without ``weights=True`` as well, all weights are read once when the monitor is created, by rows and
+    columns: zero and equal rows, columns, heads and matrices are reported, and so are spreads, norm weights
+    and biases that differ from those of other layers, as by the contracts of `gradiometer.check_model`. Of a
+    model that is pretrained or was resumed, only rows, columns and heads. Sharded weights are left out.
+
     Args:
         factor: the limit of the ratio.
         patience: number of recorded steps.
@@ -77,10 +86,41 @@ class Initialization(WholeRule):
 
     name = "initialization"
     kinds: ClassVar[tuple[str, ...]] = ("weights",)
-    kept = (*WholeRule.kept, "count", "zero")
+    kept = (*WholeRule.kept, "count", "zero", "is_examined", "told")
     _: KW_ONLY
     factor: float = 30.0
     patience: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # whether the weights at the start were looked at, in this run or before it was resumed
+        self.is_examined, self._has_examined = False, False
+        self.told: list[str] = []
+
+    def check(self, record: StepRecord) -> Iterable[Finding]:
+        """Look at the weights as they were at the start, once they are known; then at those of the step."""
+        return [*self._at_start(record), *super().check(record)]
+
+    def _at_start(self, record: StepRecord) -> list[Finding]:
+        if self._has_examined or record.model is None or not record.model.initial.weights:
+            return []
+        initial = record.model.initial
+        is_old = initial.is_pretrained or self.is_examined
+        self.is_examined = self._has_examined = True
+        found = [*repeated(initial.weights, is_pretrained=is_old)]
+        if not is_old:
+            found += [*unusual_spread(initial.weights), *odd_vectors(initial.weights)]
+        findings: list[Finding] = []
+        for each in found:
+            if each.is_sure and each.name not in self.told and len(findings) < _MOST:
+                self.told.append(each.name)
+                known = each.name if each.name in record.catalog.parameters.index else None
+                value, limit = each.value, each.threshold
+                finding = self.finding(
+                    record, record.step, known, value, limit, each.text, each.advice, kind=None
+                )
+                findings.append(finding)
+        return findings
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
@@ -124,6 +164,7 @@ class Initialization(WholeRule):
                 text = f"all {size:,} weights are equal, {float(total[place] / size):.3g}"
                 found.append(self._about(record, place, 1.0, 1.0, text, SYMMETRIC))
         found += self._large(record, matrix & ~self.zero, (squares / numel.clamp(min=1.0)).sqrt())
+        found = [finding for finding in found if finding.tensor not in self.told]
         zeros = self.zero.nonzero().flatten().tolist()
         # in an adapter or a branch that starts at 0 this is on purpose
         if zeros and len(zeros) <= max(2, int(matrix.sum()) // 4):
