@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from gradiometer.checks.contract import contract
 from gradiometer.checks.dropped import Drop, drops_in
+from gradiometer.checks.operators import MOVES
 from gradiometer.checks.probe import DROPOUTS
 from gradiometer.checks.report import Evidence, NotApplicable
 from gradiometer.checks.trace import traced
@@ -279,12 +280,14 @@ def _is_random_by_design(probe: Probe, kind: str) -> bool:
     drawn = [node for node in trace.nodes if node.is_random and node.module is not None]
     if any("norm" not in node.name and "randn" not in node.name for node in drawn):
         return False
-    drawn_at = {index for index, node in enumerate(trace.nodes) if node.is_random}
-    return not drawn or any(
-        node.name in {"mul", "addcmul"} and len(sources) > 1 and any(x in drawn_at for x in sources)
-        for node in trace.nodes
-        if (sources := [index for index, _ in node.inputs.values()])
-    )
+    samples: set[int] = set()
+    is_scaled = False
+    for index, node in enumerate(trace.nodes):
+        sources = [source for source, _ in node.inputs.values()]
+        if node.is_random or (sources and node.name in MOVES and samples.issuperset(sources)):
+            samples.add(index)
+        is_scaled |= node.name in {"mul", "addcmul"} and len(sources) > 1 and not samples.isdisjoint(sources)
+    return is_scaled or not drawn
 
 
 def _percent(size: float) -> str:
