@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.checks.contract import CONTRACTS, GROUPS
+from gradiometer.checks.contract import CONTRACTS, GROUPS, ORDER
 from support.small_models import Transformer, cross_entropy, text
 
 
@@ -160,7 +160,9 @@ def test_one_contract_or_group_can_be_named():
 
 
 def test_each_contract_has_a_group_and_a_text():
-    assert {each.group for each in CONTRACTS.values()} == set(GROUPS)
+    assert sorted(CONTRACTS) == sorted(ORDER)
+    groups = [CONTRACTS[name].group for name in ORDER]
+    assert groups == sorted(groups, key=GROUPS.index)
     assert all(each.text and not each.text.endswith(".") for each in CONTRACTS.values())
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradiometer.checks.batch import output_of
 from gradiometer.checks.contract import contract
 from gradiometer.checks.precision import cast
-from gradiometer.checks.report import Evidence, NotApplicable
+from gradiometer.checks.report import Evidence, NotApplicable, percent
 from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ def _compare(
             how = f"after {start} cached tokens" if start else "with use_cache=True"
             how += f" in a chunk of {end - start}" if start and end - start > 1 else ""
             yield Evidence(
-                f"{how}, the output of token {place} differs by {100 * size:.2g} % of the rms of the outputs "
-                "from that of a full forward",
+                f"{how}, the output of token {place} differs by {percent(size)} from that of a full forward",
                 value=size,
                 threshold=tolerance,
                 advice=_ADVICE,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from gradiometer.checks.contract import CONTRACTS, GROUPS, Contract
+from gradiometer.checks.contract import CONTRACTS, GROUPS, ORDER, Contract
 from gradiometer.checks.kept_state import kept_state
 from gradiometer.checks.probe import Probe
 from gradiometer.checks.report import ContractResult, ModelReport, NotApplicable, Status, broken
@@ -127,7 +127,7 @@ def _chosen(only: Iterable[str], skip: Iterable[str]) -> list[Contract]:
                 raise ValueError(
                     f"{_WHAT}: {option} has {name!r}, which is not a contract; known are {known}"
                 )
-    every = sorted(CONTRACTS.values(), key=lambda each: GROUPS.index(each.group))
+    every = [CONTRACTS[name] for name in ORDER]
     taken = [each for each in every if not groups["only"] or {each.name, each.group} & {*groups["only"]}]
     return [each for each in taken if not {each.name, each.group} & {*groups["skip"]}]
 

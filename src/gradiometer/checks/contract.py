@@ -12,6 +12,23 @@ if TYPE_CHECKING:
     from gradiometer.checks.report import Evidence
 
 GROUPS: Final = ("behaviour", "gradients", "initialization", "configuration")
+# the names in each group in the order of a report
+ORDER: Final = (
+    *(
+        "causal",
+        "bidirectional",
+        "padding",
+        "examples",
+        "order",
+        "repeatable",
+        "dropout",
+        "cache",
+        "attention",
+    ),
+    *("normalization", "parameter_gradients", "input_gradients", "tied_weights", "registered", "optimizer"),
+    *("weight_decay", "repeated_weights", "initial_scales", "initial_spread", "first_loss"),
+    *("configuration", "buffers", "modes"),
+)
 
 
 @dataclass(frozen=True)

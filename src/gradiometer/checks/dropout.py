@@ -16,7 +16,7 @@ from gradiometer.checks.contract import contract
 from gradiometer.checks.dropped import Drop, drops_in
 from gradiometer.checks.operators import MOVES
 from gradiometer.checks.probe import DROPOUTS
-from gradiometer.checks.report import Evidence, NotApplicable
+from gradiometer.checks.report import Evidence, NotApplicable, percent
 from gradiometer.checks.trace import traced
 from gradiometer.control import random_state, restore_random_state
 from gradiometer.rules import Severity
@@ -53,7 +53,7 @@ def repeatable(probe: Probe) -> Iterator[Evidence]:
     size = _distance(probe, filled[1], filled[2])
     # otherwise forwards differ also with the same values
     if size > limit >= _distance(probe, filled[0], filled[1]):
-        text = f"values of uninitialized memory change the output by {_percent(size)}"
+        text = f"values of uninitialized memory change the output by {percent(size)}"
         yield Evidence(text, None, size, limit, EMPTY)
         return
     first, other = (probe.output(seed=seed) for seed in (0, 1))
@@ -65,7 +65,7 @@ def repeatable(probe: Probe) -> Iterator[Evidence]:
         name, kind = _first_that_differs(probe)
         why = "random numbers" if same <= limit else "not only torch's random numbers, or kept state"
         where = f"; first in {name or 'the model itself'} ({kind})"
-        text = f"two forwards in evaluation mode differ by {_percent(max(change, same))}, by {why}{where}"
+        text = f"two forwards in evaluation mode differ by {percent(max(change, same))}, by {why}{where}"
         is_meant = same <= limit and _is_random_by_design(probe, kind)
         severity = Severity.INFO if is_meant else Severity.WARNING
         yield Evidence(text, name, max(change, same), limit, REPEAT, severity)
@@ -109,7 +109,7 @@ def dropout(probe: Probe) -> Iterator[Evidence]:
         runs.append(probe.output(training=True))
     size = _distance(probe, *runs)
     if size > _limit(probe):
-        text = f"two forwards of one seed differ by {_percent(size)} in training mode"
+        text = f"two forwards of one seed differ by {percent(size)} in training mode"
         advice = "draw random numbers from torch's generator, and keep no state"
         yield Evidence(text, advice=advice, severity=Severity.INFO)
 
@@ -288,7 +288,3 @@ def _is_random_by_design(probe: Probe, kind: str) -> bool:
             samples.add(index)
         is_scaled |= node.name in {"mul", "addcmul"} and len(sources) > 1 and not samples.isdisjoint(sources)
     return is_scaled or not drawn
-
-
-def _percent(size: float) -> str:
-    return f"{100 * size:.2g} % of the rms of the outputs"

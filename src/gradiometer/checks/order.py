@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradiometer.checks.contract import contract
-from gradiometer.checks.report import Evidence, NotApplicable
+from gradiometer.checks.report import Evidence, NotApplicable, percent
 from gradiometer.rules import Severity
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _not_relative(probe: Probe, stream: Stream) -> Iterator[Evidence]:
     effect = float(probe.differences(other, probe.reference)[kept].max())
     if size > max(probe.tolerance, _SHIFT * effect):
         text = f"rotary positions are not relative: {count} more at all tokens change the outputs by "
-        text += f"{100 * size:.2g} % of their rms"
+        text += percent(size)
         yield Evidence(text, value=size, threshold=_SHIFT * effect, advice=ROTATE)
 
 

@@ -136,12 +136,13 @@ class ModelReport:
     def __str__(self) -> str:
         lines = [self.summary, *map(str, self.results)]
         for each in self.results:
-            for evidence in each.evidence[:5]:
-                if evidence.advice and each.is_failure:
-                    lines += [
-                        "",
-                        *map(printable, (f"{each.contract}: {evidence.text}", f"    {evidence.advice}")),
-                    ]
+            advice = ""
+            for place, evidence in enumerate(each.evidence[:5] if each.is_failure else ()):
+                # the first is in the line above
+                text = [evidence.text] if place else []
+                text += [evidence.advice] if evidence.advice not in {"", advice} else []
+                advice = evidence.advice
+                lines.append(printable(f"{each.contract}: {'; '.join(text)}"))
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -197,6 +198,16 @@ def _row(result: ContractResult) -> str:
         f"<tr><td>{result.contract}</td><td style='color:{_COLORS[status]};white-space:nowrap'>{status}</td>"
         f"<td style='text-align:left'>{text}</td></tr>"
     )
+
+
+def percent(size: float) -> str:
+    """Return a difference of outputs, in proportion to their root mean square, as text.
+
+    >>> percent(0.00123), percent(1.234), percent(float("inf"))
+    ('0.12 % of the rms of the outputs', '123 % of the rms of the outputs', 'inf % of the rms of the outputs')
+    """
+    number = f"{100 * size:,.0f}" if size >= 0.1 else f"{100 * size:.2g}"
+    return f"{number} % of the rms of the outputs"
 
 
 def broken(evidence: Sequence[Evidence]) -> list[Evidence]:

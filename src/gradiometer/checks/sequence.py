@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradiometer.checks.contract import contract
-from gradiometer.checks.report import Evidence, NotApplicable
+from gradiometer.checks.report import Evidence, NotApplicable, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ def causal(probe: Probe) -> Iterator[Evidence]:
         if float(change.max()) > probe.tolerance:
             row, place = _argmax(change)
             source, size = _cause(probe, stream, row, place, cut)
-            text = f"token {source} changes the output of token {place} by {_percent(size)}"
+            text = f"token {source} changes the output of token {place} by {percent(size)}"
             yield Evidence(text, value=size, threshold=probe.tolerance, advice=CAUSAL)
             return
 
@@ -215,7 +215,7 @@ def _ignores(probe: Probe, stream: Stream, name: str, kept: Tensor, what: str) -
     change = _where_kept(probe, stream, probe.differences(after, before), kept)
     size = float(change.max()) if change.numel() else 0.0
     if size > tolerance:
-        text = f"{what} of {stream.name} change other outputs by {_percent(size)}"
+        text = f"{what} of {stream.name} change other outputs by {percent(size)}"
         yield Evidence(text, value=size, threshold=tolerance, advice=MASK)
 
 
@@ -262,7 +262,7 @@ def _ignores_more(probe: Probe, stream: Stream, name: str) -> Iterator[Evidence]
     size = float(change.max()) if change.numel() else 0.0
     if size > tolerance:
         text = (
-            f"{more} more masked tokens at the end of {stream.name} change other outputs by {_percent(size)}"
+            f"{more} more masked tokens at the end of {stream.name} change other outputs by {percent(size)}"
         )
         yield Evidence(text, value=size, threshold=tolerance, advice=MASK)
 
@@ -293,9 +293,7 @@ def examples(probe: Probe) -> Iterator[Evidence]:
             size = float(change.max()) if change.numel() else 0.0
             if size > probe.tolerance:
                 mode = "training" if training else "evaluation"
-                text = (
-                    f"in {mode} mode, other examples change the output of example {row} by {_percent(size)}"
-                )
+                text = f"in {mode} mode, other examples change the output of example {row} by {percent(size)}"
                 yield Evidence(text, value=size, threshold=probe.tolerance, advice=EXAMPLES)
                 return
 
@@ -375,8 +373,3 @@ def _cause(probe: Probe, stream: Stream, row: int, place: int, cut: int) -> tupl
 def _argmax(x: Tensor) -> tuple[int, int]:
     place = int(x.argmax())
     return place // x.shape[1], place % x.shape[1]
-
-
-def _percent(size: float) -> str:
-    """Return a share of the output's rms as text."""
-    return f"{100 * size:.2g} % of the rms of the outputs"
