@@ -1,3 +1,5 @@
+"""Contracts of initialization, and of the first loss."""
+
 import math
 
 import pytest
@@ -598,3 +600,30 @@ def test_hugging_face_models_from_a_config():
     model.config.name_or_path = "some/model"
     report = check_model(model, batch, only=["initialization"])
     assert "pretrained" in report["first_loss"].text
+
+
+@pytest.mark.parametrize("function", [torch.softmax, torch.relu])
+def test_a_loss_of_bounded_logits_is_told(function):
+    model, x, y = nn.Linear(4, 5), torch.randn(8, 4), torch.randint(0, 5, (8,))
+
+    def loss(model, batch):
+        logits = model(batch[0])
+        return nn.functional.cross_entropy(
+            function(logits, -1) if function is torch.softmax else function(logits), y
+        )
+
+    found = check_model(model, (x, y), loss=loss, only=["first_loss"])["first_loss"]
+    assert found.is_failure
+    assert function.__name__.removeprefix("re") in found.text.lower()
+
+
+def test_a_model_that_is_mostly_frozen_is_pretrained():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 5))
+    nn.init.normal_(model[1].bias)
+    x = torch.randn(8, 8)
+    assert check_model(model, x, only=["initial_scales"])["initial_scales"].is_failure
+    model[0].requires_grad_(requires_grad=False)
+    model[1].requires_grad_(requires_grad=False)
+    found = check_model(model, x, only=["initial_scales"])["initial_scales"]
+    assert found.status == "does not apply"

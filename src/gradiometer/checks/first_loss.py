@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from gradiometer.checks.contract import contract
+from gradiometer.checks.loss_graph import bounded_logits
 from gradiometer.checks.report import Evidence, NotApplicable
 from gradiometer.rules import Severity
-from gradiometer.rules.criterion import SATURATED, SCALE
+from gradiometer.rules.criterion import HINTS, SATURATED, SCALE, about_bounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,10 +140,13 @@ def is_pretrained(probe: Probe) -> bool:
     """Return whether the weights have been trained: as passed, or by the path in a config, or by evidence.
 
     The evidence is that most weights of norm layers are not constant, and that the first loss is below that
-    of a model that knows nothing.
+    of a model that knows nothing; or that most parameters are frozen.
     """
     if probe.pretrained is not None:
         return probe.pretrained
+    frozen = sum(p.numel() for p in probe.model.parameters() if not p.requires_grad)
+    if 2 * frozen > sum(p.numel() for p in probe.model.parameters()):
+        return True
     paths = [getattr(probe.config, name, None) for name in ("name_or_path", "_name_or_path")]
     return any(isinstance(x, str) and x for x in paths) or _is_trained(probe)
 
@@ -171,7 +175,7 @@ def _is_low(each: CrossEntropy, share: float) -> bool:
     return certain and each.loss < share * each.guess and each.permuted > each.loss + 0.2 * each.guess
 
 
-@contract("initialization", "the first loss is that of a model that knows nothing")
+@contract("initialization", "the loss gets logits, and is first that of a model that knows nothing")
 def first_loss(probe: Probe) -> Iterator[Evidence]:
     """Compare the loss of the batch with ln(C), and with that of permuted labels."""
     loss = probe.loss()
@@ -188,9 +192,15 @@ def first_loss(probe: Probe) -> Iterator[Evidence]:
     if value == 0:
         yield Evidence("the first loss is exactly 0", value=0.0, advice=FINITE)
         return
+    found = cross_entropies(loss, probe)
+    bounded = bounded_logits(loss)
+    if bounded:
+        text, advice = about_bounded(bounded, found[0].classes if found else 0)
+        severity = Severity.INFO if bounded in HINTS else Severity.WARNING
+        yield Evidence(text, advice=advice, severity=severity)
+        return
     if is_pretrained(probe):
         raise NotApplicable("the model is pretrained")
-    found = cross_entropies(loss, probe)
     if not found:
         raise NotApplicable("the loss is not a cross entropy of the batch's labels")
     for each in found:

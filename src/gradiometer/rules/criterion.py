@@ -69,8 +69,8 @@ class Criterion(BaseRule):
         if not bounded and agreeing(looks, _has_probabilities):
             bounded = "log_softmax of softmax"
         if bounded:
-            text, advice = _about(bounded, looks[-1].classes if looks else 0)
-            if bounded in _HINTS:
+            text, advice = about_bounded(bounded, looks[-1].classes if looks else 0)
+            if bounded in HINTS:
                 severity = Severity.INFO
         elif agreeing(looks, lambda look: look.untransposed >= _LABELLED and look.labelled < 0.5):
             rows, length, classes = looks[-1].rows, looks[-1].length, looks[-1].classes
@@ -86,10 +86,10 @@ class Criterion(BaseRule):
         return [self.finding(record, self.since, None, 1.0, 0.0, text, advice, severity, None)]
 
 
-_HINTS: Final = {f"binary_cross_entropy_with_logits of {inner}" for inner in ("relu", "tanh")}
+HINTS: Final = {f"binary_cross_entropy_with_logits of {inner}" for inner in ("relu", "tanh")}
 
 
-def _about(bounded: str, classes: int) -> tuple[str, str]:
+def about_bounded(bounded: str, classes: int) -> tuple[str, str]:
     """Return a message and an advice about a loss and its logits, see `ModelState.bounded`."""
     function, _, inner = bounded.partition(" of ")
     if function == "nll_loss":
