@@ -22,13 +22,16 @@ def undecorated(code):
 def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pytest.importorskip("pyarrow")
-    watched, collected, step, updated, inside, bits, ranks = blocks("README.md")
+    watched, asked, collected, step, updated, inside, bits, ranks = blocks("README.md")
     scope = execute(watched)
     assert "no findings" in capsys.readouterr().out
     losses = gm.read_run("runs/first").steps["loss"].to_pylist()
     assert len(losses) == 100
     assert losses[-1] < losses[0]
     assert scope["monitor"].failures == {}
+    exec(asked, scope)  # noqa: S102
+    assert capsys.readouterr().out.startswith("23 contracts: ")
+    assert scope["report"], str(scope["report"])
     exec(collected, scope)  # noqa: S102
     assert "4 tensors, 16,897 elements" in capsys.readouterr().out
     # eager mode gives the same result
