@@ -151,7 +151,7 @@ class ModelReport:
     def _repr_html_(self) -> str:
         """Return a table for a notebook."""
         rows = "".join(_row(each) for each in self.results)
-        heading = "<tr><th>contract</th><th></th><th style='text-align:left'>evidence</th></tr>"
+        heading = f"<tr><th {_CELL}'>contract</th><th></th><th {_CELL}'>evidence</th></tr>"
         return f"<p>{html.escape(self.summary)}</p><table>{heading}{rows}</table>"
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,6 +187,9 @@ class ModelReport:
 _COLORS = {"holds": "#2e7d32", "broken": "#c62828", "note": "#b26a00", "does not apply": "#777"}
 
 
+_CELL = "style='text-align:left;vertical-align:top"
+
+
 def _row(result: ContractResult) -> str:
     status = "note" if result.status is Status.BROKEN and not result.is_failure else str(result.status)
     cells = [
@@ -195,8 +198,8 @@ def _row(result: ContractResult) -> str:
     ]
     text = "<br>".join(cells) or html.escape(printable(result.text))
     return (
-        f"<tr><td>{result.contract}</td><td style='color:{_COLORS[status]};white-space:nowrap'>{status}</td>"
-        f"<td style='text-align:left'>{text}</td></tr>"
+        f"<tr><td {_CELL}'>{result.contract}</td>"
+        f"<td {_CELL};color:{_COLORS[status]};white-space:nowrap'>{status}</td><td {_CELL}'>{text}</td></tr>"
     )
 
 
