@@ -1,5 +1,9 @@
 """check_model on models of Hugging Face and Lightning."""
 
+import collections
+import dataclasses
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -109,3 +113,85 @@ def test_a_model_that_takes_other_arguments():
 
     report = gm.check_model(Odd(), {"x": torch.randn(3, 4)}, forward=forward, only=["examples"])
     assert report["examples"].status == "holds"
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, batch):
+        return self.layer(batch["x"] if isinstance(batch, dict) else batch[0])
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+def test_a_forward_that_takes_the_whole_batch(is_dict):
+    x, labels = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
+    report = gm.check_model(Whole(), {"x": x, "labels": labels} if is_dict else (x, labels))
+    assert report
+    assert report["input_gradients"].status == "holds"
+    assert report["examples"].status == "holds"
+
+
+@dataclasses.dataclass
+class Prediction:
+    scores: torch.Tensor
+    name: str = "scores"
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        Prediction,
+        lambda x: {"outputs": {"scores": [x]}},
+        lambda x: torch.distributions.Categorical(logits=x),
+        torch.complex,
+    ],
+    ids=["dataclass", "nested", "distribution", "complex"],
+)
+def test_outputs_of_any_kind(wrap):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.value = nn.Linear(8, 3), nn.Linear(8, 1)
+
+        def forward(self, x):
+            scores = self.layer(x)
+            return wrap(scores) if wrap is not torch.complex else torch.complex(scores, scores), self.value(x)
+
+    report = gm.check_model(Model(), torch.randn(4, 8))
+    assert report
+    assert report["parameter_gradients"].status == "holds"
+
+
+def test_a_mapping_with_attributes_keeps_them():
+    class Named(collections.UserDict):
+        def __getattr__(self, name):
+            if name == "data":
+                raise AttributeError(name)
+            return self.data[name]
+
+    torch.manual_seed(0)
+    batch = Named({"x": torch.randn(4, 8)})
+    report = gm.check_model(nn.Linear(8, 3), batch, forward=lambda model, given: model(given.x))
+    assert report["examples"].status == "holds"
+    assert report["input_gradients"].status == "holds"
+
+
+def test_a_loss_that_is_no_tensor_is_named():
+    report = gm.check_model(nn.Linear(8, 3), torch.randn(4, 8), loss=lambda *_: 3.0)
+    assert report["first_loss"].text == "loss= returned float; return a 0-d tensor with its graph"
+
+
+def test_random_numbers_that_are_not_those_of_torch_mix_no_examples():
+    class Augmented(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 3)
+
+        def forward(self, x):
+            if self.training:
+                x = x * random.random()  # noqa: S311
+            return self.layer(x)
+
+    assert gm.check_model(Augmented(), torch.randn(4, 8))["examples"].status == "holds"
