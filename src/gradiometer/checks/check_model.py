@@ -111,9 +111,9 @@ def check_model(
             try:
                 probe.prepare()
                 rounding = probe.rounding
-            except ValueError:
-                raise
             except Exception as error:
+                if isinstance(error, ValueError) and str(error).startswith(_WHAT):
+                    raise
                 called = "forward(model, batch)" if forward is not None else "the model"
                 raise ValueError(
                     f"{_WHAT}: {called} fails on this batch: {one_line(error)}; pass the batch that the "
