@@ -1,5 +1,9 @@
 """check_model on models of Hugging Face and Lightning."""
 
+import collections
+import dataclasses
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -109,3 +113,164 @@ def test_a_model_that_takes_other_arguments():
 
     report = gm.check_model(Odd(), {"x": torch.randn(3, 4)}, forward=forward, only=["examples"])
     assert report["examples"].status == "holds"
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, batch):
+        return self.layer(batch["x"] if isinstance(batch, dict) else batch[0])
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+def test_a_forward_that_takes_the_whole_batch(is_dict):
+    x, labels = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
+    report = gm.check_model(Whole(), {"x": x, "labels": labels} if is_dict else (x, labels))
+    assert report
+    assert report["input_gradients"].status == "holds"
+    assert report["examples"].status == "holds"
+
+
+@dataclasses.dataclass
+class Prediction:
+    scores: torch.Tensor
+    name: str = "scores"
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        Prediction,
+        lambda x: {"outputs": {"scores": [x]}},
+        lambda x: torch.distributions.Categorical(logits=x),
+        torch.complex,
+    ],
+    ids=["dataclass", "nested", "distribution", "complex"],
+)
+def test_outputs_of_any_kind(wrap):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.value = nn.Linear(8, 3), nn.Linear(8, 1)
+
+        def forward(self, x):
+            scores = self.layer(x)
+            return wrap(scores) if wrap is not torch.complex else torch.complex(scores, scores), self.value(x)
+
+    report = gm.check_model(Model(), torch.randn(4, 8))
+    assert report
+    assert report["parameter_gradients"].status == "holds"
+
+
+def test_a_mapping_with_attributes_keeps_them():
+    class Named(collections.UserDict):
+        def __getattr__(self, name):
+            if name == "data":
+                raise AttributeError(name)
+            return self.data[name]
+
+    torch.manual_seed(0)
+    batch = Named({"x": torch.randn(4, 8)})
+    report = gm.check_model(nn.Linear(8, 3), batch, forward=lambda model, given: model(given.x))
+    assert report["examples"].status == "holds"
+    assert report["input_gradients"].status == "holds"
+
+
+def test_a_loss_that_is_no_tensor_is_named():
+    report = gm.check_model(nn.Linear(8, 3), torch.randn(4, 8), loss=lambda *_: 3.0)
+    assert report["first_loss"].text == "loss= returned float; return a 0-d tensor with its graph"
+
+
+def test_random_numbers_that_are_not_those_of_torch_mix_no_examples():
+    class Augmented(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 3)
+
+        def forward(self, x):
+            if self.training:
+                x = x * random.random()  # noqa: S311
+            return self.layer(x)
+
+    assert gm.check_model(Augmented(), torch.randn(4, 8))["examples"].status == "holds"
+
+
+def llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+        )
+    )
+
+
+def test_packed_texts():
+    data = batch(1)
+    del data["attention_mask"]
+    data["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+    report = gm.check_model(llama(), data)
+    assert not report.broken
+    assert "several texts in a row" in report["cache"].text
+
+
+def test_a_mask_of_pairs():
+    data = batch()
+    blocks = torch.block_diag(torch.ones(4, 4), torch.ones(6, 6)).bool().tril()
+    data["attention_mask"] = blocks.expand(3, 1, 10, 10)
+    assert not gm.check_model(llama(), data).broken
+
+
+def test_a_prompt_before_the_tokens():
+    class Prompted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.prompt = (
+                llama().requires_grad_(requires_grad=False),
+                nn.Parameter(torch.randn(2, 16)),
+            )
+
+        def forward(self, input_ids, attention_mask):
+            x = self.model.get_input_embeddings()(input_ids)
+            x = torch.cat([self.prompt.expand(len(x), -1, -1), x], 1)
+            mask = torch.cat([torch.ones_like(attention_mask[:, :2]), attention_mask], 1)
+            return self.model(inputs_embeds=x, attention_mask=mask).logits
+
+    assert gm.check_model(Prompted(), batch(labels=False), only=["padding"])
+
+
+def test_an_error_of_the_model_says_what_to_do():
+    bag = nn.EmbeddingBag(9, 4)
+    with pytest.raises(
+        ValueError, match=r"check_model: the model fails on this batch: .*offsets.*pass the batch"
+    ):
+        gm.check_model(bag, torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize("options", [{"loss": 3}, {"forward": "logits"}, {"only": None}, {"skip": 3}])
+def test_options_of_the_wrong_kind(options):
+    with pytest.raises(TypeError, match=f"check_model: {next(iter(options))}= is"):
+        gm.check_model(nn.Linear(8, 3), torch.randn(2, 8), **options)
+
+
+def test_vectors_in_place_of_tokens():
+    data = {"inputs_embeds": torch.randn(3, 10, 16), "labels": batch()["labels"]}
+    assert not gm.check_model(llama(), data, only=["parameter_gradients"]).broken
+
+
+def test_a_copy_that_is_not_trained():
+    class Saved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.original = nn.Linear(8, 8).requires_grad_(requires_grad=False)
+            self.saved = nn.ModuleDict({"default": nn.Linear(8, 8)})
+            self.saved["default"].load_state_dict(self.original.state_dict())
+
+        def forward(self, x):
+            return self.saved["default"](x)
+
+    model, x = Saved(), torch.randn(4, 8)
+    assert gm.check_model(model, x, only=["repeated_weights"])
+    model.original.requires_grad_()
+    assert not gm.check_model(model, x, only=["repeated_weights"])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Iterator
 
 _MASK: Final = re.compile(r"mask|allowed|valid|^pad(ding)?s?$", re.IGNORECASE)
 # masks that are True, or 1, where a token is left out, as in torch.nn.MultiheadAttention
@@ -21,6 +23,8 @@ _LABELS: Final = re.compile(r"label|target(?!_ids)|^y$|answer", re.IGNORECASE)
 _NO_TOKENS: Final = re.compile(r"position|token_type|segment|length|index|indices|step|time", re.IGNORECASE)
 # the names of elements of a tuple that the model does not take
 _LEFT: Final = "element "
+# the name of an argument that is a whole tuple
+_BATCH: Final = re.compile(r"(mini_?)?batch(_data)?")
 _OF_DECODER: Final = re.compile(r"decoder|tgt|target", re.IGNORECASE)
 
 
@@ -79,6 +83,8 @@ class Batch:
 
     def is_taken(self, name: str) -> bool:
         """Return whether `call` passes an entry to the model."""
+        if self.is_whole:
+            return True
         if self._signature is None or not isinstance(self.given, Mapping):
             return not name.startswith(_LEFT)
         kinds = [p.kind for p in self._signature.parameters.values()]
@@ -115,20 +121,31 @@ class Batch:
 
     def changed(self, changes: Mapping[str, Any], *, labels: bool = True) -> Any:
         """Return a batch like the one that was given, with other values of some arguments."""
-        values = self.arguments | dict(changes)
+        # a model may write to them, and take entries out of containers
+        values = {name: copied(x) for name, x in self.arguments.items() if name not in changes}
+        values = {name: changes.get(name, values.get(name)) for name in [*self.arguments, *changes]}
         if isinstance(self.given, Mapping):
-            return {name: x for name, x in values.items() if labels or name != self.labels}
+            kept = {name: x for name, x in values.items() if labels or name != self.labels}
+            return like(self.given, kept)
         if isinstance(self.given, list | tuple):
-            names = list(self._named(self.given))
-            return (
-                type(self.given)([values[name] for name in names])
-                if type(self.given) in {list, tuple}
-                else (tuple([values[name] for name in names]))
-            )
+            return like(self.given, [values[name] for name in self._named(self.given)])
         return values[next(iter(self._named(self.given)))]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model takes the batch as one argument, the only one that it needs."""
+        if self._signature is None or not isinstance(self.given, Mapping | list | tuple):
+            return False
+        needed = [name for name, p in self._signature.parameters.items() if p.default is p.empty]
+        is_plain = len(needed) == 1 and needed[0] in self._names()
+        if isinstance(self.given, Mapping):
+            return is_plain and not self.given.keys() & self._signature.parameters.keys()
+        return is_plain and bool(_BATCH.fullmatch(needed[0]))
 
     def call(self, model: nn.Module, batch: Any) -> Any:
         """Call a model with what it takes of a batch."""
+        if self.is_whole:
+            return model(batch)
         if isinstance(batch, Mapping):
             known = None if self._signature is None else self._signature.parameters
             if known is None or any(p.kind is p.VAR_KEYWORD for p in known.values()):
@@ -149,6 +166,11 @@ class Batch:
         if isinstance(batch, Mapping):
             return {str(name): x for name, x in batch.items()}
         values = list(batch) if isinstance(batch, list | tuple) else [batch]
+        if self.is_whole:
+            names = list(getattr(batch, "_fields", [f"{_LEFT}{i}" for i in range(len(values))]))
+            if len(names) > 1 and not hasattr(batch, "_fields"):
+                names[-1] = "labels"
+            return dict(zip(names, values, strict=True))
         names = self._names()
         taken = self._positional(len(values))
         names = [names[i] if i < len(names) else f"argument {i}" for i in range(taken)]
@@ -175,6 +197,33 @@ class Batch:
         return min(count, max(len(needed), 1)) if count > 1 else count
 
 
+def like(given: Any, parts: Any) -> Any:
+    """Return a container of the kind of another one, with other parts: a dict, or a list."""
+    if isinstance(given, Mapping):
+        # other mappings may have attributes, too
+        with suppress(Exception):
+            found = copy.copy(given)
+            if type(given) is not dict and isinstance(found, MutableMapping) and found is not given:
+                found.clear()
+                found.update(parts)
+                return found
+        return dict(parts)
+    if hasattr(given, "_fields"):
+        return type(given)(*parts)
+    return list(parts) if isinstance(given, list) else tuple(parts)
+
+
+def copied(value: Any) -> Any:
+    """Return copies of tensors and of the containers that they are in; other objects as they are."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return like(value, {key: copied(x) for key, x in value.items()})
+    if isinstance(value, list | tuple):
+        return like(value, [copied(x) for x in value])
+    return value
+
+
 def output_of(result: Any) -> Tensor | None:
     """Return the logits or the last hidden state of a result; otherwise its first such tensor."""
     if isinstance(result, Tensor):
@@ -183,11 +232,27 @@ def output_of(result: Any) -> Tensor | None:
         found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
         if isinstance(found, Tensor):
             return found
-    values = (
-        result.values() if isinstance(result, Mapping) else result if isinstance(result, list | tuple) else ()
-    )
-    floating = [x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0]
+    floating = [x for x in tensors_of(result) if x.is_floating_point() and x.dim() > 0]
     return floating[0] if floating else None
+
+
+def tensors_of(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors in what a model returned: also in objects, as a dataclass or a distribution."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_of(part, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_of(part, depth - 1)
+    elif (
+        depth
+        and not isinstance(value, nn.Module | type)
+        and isinstance(getattr(value, "__dict__", None), dict)
+    ):
+        for part in list(vars(value).values()):
+            yield from tensors_of(part, depth - 1)
 
 
 def loss_of(result: Any) -> Tensor | None:

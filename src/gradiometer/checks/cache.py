@@ -136,6 +136,8 @@ def _inputs(probe: Probe) -> tuple[Stream, dict[str, Any]]:
     stream = probe.aligned
     if stream is None or not stream.is_tokens:
         raise NotApplicable("the output has no dimension that is the length of input tokens")
+    if probe.is_packed:
+        raise NotApplicable("the batch has a mask of pairs of tokens, or several texts in a row")
     if stream.length < 3:
         raise NotApplicable("the sequences have fewer than three tokens")
     arguments = probe.batch.arguments | probe._defaults  # noqa: SLF001

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from gradiometer.stats import outside_of_a_graph
 from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -70,7 +71,7 @@ def check_model(
         A `ModelReport`: false if a contract is broken.
 
     Raises:
-        TypeError: if ``model`` is not a module.
+        TypeError: if ``model`` is not a module, or ``forward`` or ``loss`` not a function.
         ValueError: if the model fails on the batch or has no values, or for an unknown name of a contract.
         RuntimeError: inside a compiled function.
 
@@ -89,6 +90,10 @@ def check_model(
     outside_of_a_graph(_WHAT)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_WHAT}: expected a torch.nn.Module, got {type(model).__name__}")
+    for option, function in (("forward", forward), ("loss", loss)):
+        if function is not None and not callable(function):
+            what = type(function).__name__
+            raise TypeError(f"{_WHAT}: {option}= is a {what}; pass a function of the model and a batch")
     chosen = _chosen(only, skip)
     lazy = next((n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)), None)
     if lazy is not None:
@@ -100,26 +105,29 @@ def check_model(
             "model first"
         )
     probe = Probe(model, batch, forward, loss, optimizer, causal, pretrained)
-    with kept_state(probe.model, values=not probe.is_sharded):
+    rounding = 0.0
+    with kept_state(probe.model, values=not probe.is_sharded, batch=batch):
         if not probe.is_sharded:
             try:
                 probe.prepare()
-            except ValueError:
-                raise
+                rounding = probe.rounding
             except Exception as error:
+                if isinstance(error, ValueError) and str(error).startswith(_WHAT):
+                    raise
                 called = "forward(model, batch)" if forward is not None else "the model"
                 raise ValueError(
                     f"{_WHAT}: {called} fails on this batch: {one_line(error)}; pass the batch that the "
                     "model trains on, or forward=, a function of model and batch that returns the output"
                 ) from error
         results = tuple([_result(each, probe) for each in chosen])
-        rounding = 0.0 if probe.is_sharded else probe.rounding
     return ModelReport(results, str(probe.dtype).removeprefix("torch."), rounding)
 
 
 def _chosen(only: Iterable[str], skip: Iterable[str]) -> list[Contract]:
     groups: dict[str, tuple[str, ...]] = {"only": (), "skip": ()}
     for option, names in (("only", only), ("skip", skip)):
+        if not isinstance(names, Iterable):
+            raise TypeError(f"{_WHAT}: {option}= is {names!r}; pass names of contracts or groups")
         groups[option] = (names,) if isinstance(names, str) else tuple(names)
         for name in groups[option]:
             if name not in CONTRACTS and name not in GROUPS:

@@ -161,7 +161,8 @@ def _is_positions(probe: Probe, stream: Stream) -> bool:
 def _is_mixed(probe: Probe, stream: Stream) -> bool:
     """Return whether a token should reach the outputs at other positions."""
     aligned = probe.aligned
-    return aligned is not None and aligned.name == stream.name and probe.is_causal is not None
+    is_known = probe.is_causal is not None and not probe.is_packed
+    return aligned is not None and aligned.name == stream.name and is_known
 
 
 def _wanted(probe: Probe, stream: Stream, *, mixed: bool) -> Tensor:

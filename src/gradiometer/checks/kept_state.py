@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradiometer.checks.kept_objects import kept_objects, restore_slots, same_bits, slots, write
 from gradiometer.control import random_state, restore_random_state
 from gradiometer.stats import repeating
 
@@ -17,18 +18,30 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def kept_state(model: nn.Module, *, values: bool = True) -> Iterator[None]:
+def kept_state(model: nn.Module, *, values: bool = True, batch: Any = None) -> Iterator[None]:
     """Restore everything that examining a model may change, also after an error.
 
-    Attributes of modules are put back, so that what a module assigns in its forward is forgotten. Without
+    Attributes of modules are put back, so that what a module assigns in its forward is forgotten, and so are
+    the containers, objects, tensors and generators that these attributes and the batch lead to. Without
     ``values``, for a model that is not called, those of parameters and buffers are not looked at.
     """
     modules = list(model.modules())
     tensors = _tensors(modules)
     strided = [x for x in tensors if values and not x.is_meta and x.layout == torch.strided]
     data = [(x, x.data, x.data.clone()) for x in strided]
-    grads = [(x, x.grad, x.requires_grad) for x in tensors if x.is_leaf]
-    attributes = [(x, dict(vars(x)), {key: dict(vars(x)[key]) for key in _TABLES}) for x in modules]
+    grads = [(x, x.grad, _copy(x.grad) if values else None, x.requires_grad) for x in tensors if x.is_leaf]
+    # those of a ScriptModule have no tables
+    attributes = [
+        (x, dict(vars(x)), {key: dict(vars(x)[key]) for key in _TABLES if isinstance(vars(x).get(key), dict)})
+        for x in modules
+    ]
+    held = [
+        (x, list(slots(x)), {name: getattr(x, name) for name in slots(x) if hasattr(x, name)})
+        for x in modules
+    ]
+    others = [x for _, own, tables in attributes for key, x in own.items() if key not in tables]
+    others += [x for _, _, own in held for x in own.values()]
+    objects = kept_objects([*others, batch], [*tensors, *modules]) if values else []
     devices = {x.device for x in tensors}
     random = random_state(devices)
     try:
@@ -43,13 +56,21 @@ def kept_state(model: nn.Module, *, values: bool = True) -> Iterator[None]:
                 if len(table) != len(entries) or any(table.get(k) is not x for k, x in entries.items()):
                     table.clear()
                     table.update(entries)
+        for module, names, own in held:
+            restore_slots(module, names, own)
+        for restore in objects:
+            # an object of another library may refuse to be changed
+            with suppress(Exception):
+                restore()
         for x, used, copy in data:
             x.data = used
             # a write of the forward, also of running statistics
-            if not _same(used, copy):
-                used.copy_(copy)
-        for x, grad, requires in grads:
+            if not same_bits(used, copy):
+                write(used, copy)
+        for x, grad, before, requires in grads:
             x.grad = grad
+            if grad is not None and before is not None and not same_bits(grad, before):
+                write(grad, before)
             if x.requires_grad != requires:
                 x.requires_grad_(requires)
         restore_random_state(random)
@@ -66,6 +87,5 @@ def _tensors(modules: list[nn.Module]) -> list[Tensor]:
     return list(found)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same bits."""
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+def _copy(x: Tensor | None) -> Tensor | None:
+    return None if x is None or x.is_meta or x.layout != torch.strided else x.detach().clone()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from gradiometer.checks.report import NotApplicable
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+# masks, and what tells where packed texts start
+_PAIRS: Final = re.compile(r"mask|cu_seq|seq_idx")
 
 
 class ModelInputs:
@@ -97,6 +102,17 @@ class ModelInputs:
         if self.config is not None:
             return bool(getattr(self.config, "is_encoder_decoder", False))
         return len([x for x in self.streams if x.is_sequence]) > 1
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether the batch tells which tokens see which: several texts in a row, or a mask of pairs."""
+        for name, x in self.batch.tensors.items():
+            if _PAIRS.search(name) and (x.dim() > 2 or "mask" not in name):
+                return True
+            # positions that start again
+            if "position" in name and x.dim() == 2 and bool((x[:, 1:] <= x[:, :-1]).any()):
+                return True
+        return False
 
     def kept(self, stream: Stream) -> Tensor:
         """Return which tokens of a sequence are not padding, ``(B, T)`` bool."""

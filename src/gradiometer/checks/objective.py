@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
+from gradiometer.checks.batch import tensors_of
 from gradiometer.checks.report import NotApplicable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
 
     from gradiometer.checks.probe import Probe
 
@@ -34,7 +35,7 @@ def objective(probe: Probe, changes: Mapping[str, Any] | None = None, seed: int 
     result, loss = probe.result_with_loss(changes)
     if loss is not None:
         return loss.reshape(())
-    outputs = [x for x in tensors_of(result) if x.is_floating_point() and x.numel()]
+    outputs = [x for x in tensors_of(result) if x.dtype.is_floating_point | x.is_complex() and x.numel()]
     if not outputs:
         raise NotApplicable("the model returns neither a loss nor an output")
     graph = [x for x in outputs if x.requires_grad]
@@ -43,23 +44,12 @@ def objective(probe: Probe, changes: Mapping[str, Any] | None = None, seed: int 
 
 def projection(x: Tensor, seed: int = 0) -> Tensor:
     """Return the sum of the elements of a tensor, each times a random number."""
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     generator = torch.Generator(device="cpu").manual_seed(seed)
     noise = torch.randn(x.shape, generator=generator, device="cpu", dtype=torch.float64)
     # finite differences of infinities, such as of masked scores, are no numbers
     products = (x * noise.to(x.device, x.dtype)).masked_fill(~x.isfinite(), 0.0)
     return products.sum() / math.sqrt(x.numel())
-
-
-def tensors_of(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors in what a model returned."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_of(part, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_of(part, depth - 1)
 
 
 def some(names: Sequence[str]) -> str:

@@ -149,6 +149,7 @@ def _not_relative(probe: Probe, stream: Stream) -> Iterator[Evidence]:
         or not stream.is_tokens
         or probe.aligned != stream
         or stream.length < 3
+        or probe.is_packed
     ):
         return
     count = 3

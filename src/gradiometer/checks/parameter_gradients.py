@@ -59,6 +59,10 @@ def parameter_gradients(probe: Probe) -> Iterator[Evidence]:
     examined with random values in place of zeros.
     """
     names = trainable(probe)
+    if "inputs_embeds" in probe.batch.tensors and hasattr(type(probe.model), "get_input_embeddings"):
+        # the vectors of tokens are given
+        unused = {id(p) for p in probe.model.get_input_embeddings().parameters()}  # type: ignore[operator]
+        names = {name: p for name, p in names.items() if id(p) not in unused}
     if not names:
         raise NotApplicable("no parameter is trainable")
     with probe.differentiated():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradiometer.checks.batch import like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,7 +49,9 @@ def copies_in(model: nn.Module, dtype: torch.dtype) -> list[Copy]:
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     copies: dict[Tensor, nn.Parameter] = {}
     for x in floating(model):
-        copies[x] = nn.Parameter(x.detach().to(dtype), x.requires_grad)
+        # also where inference mode is on: its tensors have no gradients
+        with torch.inference_mode(mode=False):
+            copies[x] = nn.Parameter(x.detach().to(dtype), x.requires_grad)
         # a head, a gate or positions that start at 0 would hide what comes before; a norm that multiplies by
         # 1 + weight does not
         may_hide = (x.dim() > 1 or x.numel() == 1) and not names.get(x, "bias").endswith("bias")
@@ -112,9 +117,10 @@ class Dtypes(TorchDispatchMode):
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Return floating-point tensors in a dtype, also in containers; others as they are."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: cast(x, dtype) for key, x in value.items()}
-    if type(value) in {list, tuple}:
-        return type(value)([cast(x, dtype) for x in value])
+        # a copy, which the model may write to
+        return value.to(dtype, copy=True) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return like(value, {key: cast(x, dtype) for key, x in value.items()})
+    if isinstance(value, list | tuple):
+        return like(value, [cast(x, dtype) for x in value])
     return value

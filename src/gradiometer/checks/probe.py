@@ -170,6 +170,7 @@ class Probe(ModelInputs):
         with (
             dtype,
             self._settings(training=training, dropout=False),
+            torch.inference_mode(mode=False),
             torch.enable_grad(),
             plain_checkpoints(),
         ):
@@ -183,9 +184,12 @@ class Probe(ModelInputs):
         Args:
             changes: other values of arguments, by name.
         """
-        batch = self.batch.changed(changes) if changes else self.batch.given
+        batch = self.batch.changed(changes or {})
         if self._loss is not None:
             found = self._loss(self.model, batch)
+            if not isinstance(found, Tensor) or found.numel() != 1:
+                what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+                raise NotApplicable(f"loss= returned {what}; return a 0-d tensor with its graph")
             return found, found
         if self._is_lightning and self._forward is None:
             result = self.model.training_step(batch, 0)  # type: ignore[operator]
@@ -321,7 +325,7 @@ class Probe(ModelInputs):
     def _call(self, changes: Mapping[str, Any]) -> Tensor | None:
         changes = self._defaults | dict(changes)
         labels = "decoder_input_ids" not in self._defaults
-        batch = self.batch.changed(changes, labels=labels) if changes else self.batch.given
+        batch = self.batch.changed(changes, labels=labels or not changes)
         batch = cast(batch, self.dtype)
         if self._forward is not None:
             return output_of(self._forward(self.model, batch))
@@ -341,7 +345,7 @@ class Probe(ModelInputs):
 
         handle = decoder.register_forward_pre_hook(note, with_kwargs=True)
         try:
-            self.batch.call(self.model, cast(self.batch.given, self.dtype))
+            self.batch.call(self.model, cast(self.batch.changed({}), self.dtype))
         finally:
             handle.remove()
         if found and isinstance(found[0], Tensor):

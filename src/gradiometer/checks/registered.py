@@ -78,7 +78,7 @@ def _plain(probe: Probe) -> Iterator[str]:
         for key in ("weight", "bias"):
             x = vars(module).get(key)
             # weight norm and pruning compute the weight of weight_g or weight_orig
-            is_computed = any(name.startswith(f"{key}_") for name in own)
+            is_computed = any(name.startswith(f"{key}_") for name in own.keys())  # noqa: SIM118 a ScriptModule's
             if isinstance(x, Tensor) and x.is_floating_point() and not (x.requires_grad or is_computed):
                 yield f"{path}.{key}".removeprefix(".")
 

@@ -212,7 +212,13 @@ def _equal_matrices(matrices: Sequence[WeightValues]) -> Iterator[Anomaly]:
         for other in (x.weight for x in group[1:]):
             # an output that is not tied to an embedding is another question
             is_tie = (first.kind == "embedding") != (other.kind == "embedding")
-            if is_tie or _COPIES.search(first.name) or _COPIES.search(other.name):
+            # a copy that is not trained is a teacher, a target, or what is to be saved of a fine-tuned layer
+            if (
+                is_tie
+                or first.is_trained != other.is_trained
+                or _COPIES.search(first.name)
+                or _COPIES.search(other.name)
+            ):
                 continue
             is_stack = first.parameter == other.parameter or "expert" in other.name
             if is_stack or first.parameter.split(".")[:-2] == other.parameter.split(".")[:-2]:
