@@ -139,3 +139,21 @@ def test_inside_inference_mode_gradients_are_still_computed():
     with torch.inference_mode():
         report = gm.check_model(nn.Linear(8, 8), torch.randn(4, 8), only=["input_gradients"])
     assert report["input_gradients"].status == "holds"
+
+
+def test_objects_of_other_packages_are_left_alone():
+    import logging
+
+    class Logged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.log = nn.Linear(2, 2), logging.LoggerAdapter(logging.getLogger("x"), {})
+
+        def forward(self, x):
+            # as a thread of its own does meanwhile
+            self.log.seen = getattr(self.log, "seen", 0) + 1
+            return self.linear(x)
+
+    model = Logged()
+    gm.check_model(model, torch.randn(3, 2), only=["examples"])
+    assert model.log.seen > 1

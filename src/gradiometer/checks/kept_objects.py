@@ -13,19 +13,27 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
 # objects that are looked at, and containers in containers
 _OBJECTS, _DEPTH = 10_000, 6
+_KNOWN: Final = (
+    *(Tensor, nn.Module, torch.Generator, random.Random, tuple, frozenset),
+    *(MutableMapping, MutableSequence, MutableSet, deque),
+)
 _PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device)
 
 
-def kept_objects(values: Iterable[Any], known: Iterable[Any] = ()) -> list[Callable[[], None]]:
+def kept_objects(
+    values: Iterable[Any], known: Iterable[Any] = (), packages: Collection[str] = ()
+) -> list[Callable[[], None]]:
     """Return functions that restore the mutable objects which values lead to.
 
     Args:
         values: containers and objects, such as the attributes of a module.
         known: tensors and modules that are restored elsewhere.
+        packages: top-level packages of the classes whose objects are looked into. Those of others, such as
+            a trainer or a logger, may be changed by their own threads meanwhile.
     """
     seen: dict[int, Any] = {id(x): x for x in known}
     left = deque((x, 0) for x in values)
@@ -34,6 +42,8 @@ def kept_objects(values: Iterable[Any], known: Iterable[Any] = ()) -> list[Calla
         value, depth = left.popleft()
         if id(value) in seen or isinstance(value, _PLAIN) or _is_function(value):
             continue
+        if not isinstance(value, _KNOWN) and package_of(value) not in packages:
+            continue
         seen[id(value)] = value
         # an object of another library may refuse to be looked at
         with suppress(Exception):
@@ -41,6 +51,11 @@ def kept_objects(values: Iterable[Any], known: Iterable[Any] = ()) -> list[Calla
             found.append(restore)
             left.extend((x, depth + 1) for x in parts if depth < _DEPTH)
     return found
+
+
+def package_of(value: Any) -> str:
+    """Return the top-level package of an object's class."""
+    return type(value).__module__.partition(".")[0]
 
 
 def _is_function(value: Any) -> bool:

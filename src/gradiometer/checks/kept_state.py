@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradiometer.checks.kept_objects import kept_objects, restore_slots, same_bits, slots, write
+from gradiometer.checks.kept_objects import kept_objects, package_of, restore_slots, same_bits, slots, write
 from gradiometer.control import random_state, restore_random_state
 from gradiometer.stats import repeating
 
@@ -41,7 +41,8 @@ def kept_state(model: nn.Module, *, values: bool = True, batch: Any = None) -> I
     ]
     others = [x for _, own, tables in attributes for key, x in own.items() if key not in tables]
     others += [x for _, _, own in held for x in own.values()]
-    objects = kept_objects([*others, batch], [*tensors, *modules]) if values else []
+    packages = {package_of(x) for x in [*modules, batch]} - {"torch"} | {"numpy"}
+    objects = kept_objects([*others, batch], [*tensors, *modules], packages) if values else []
     devices = {x.device for x in tensors}
     random = random_state(devices)
     try:
