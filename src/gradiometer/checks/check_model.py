@@ -38,7 +38,7 @@ def check_model(
 ) -> ModelReport:
     """Ask a model questions before it trains: does the future change the past, do masked tokens matter?
 
-    The model is called with changed inputs, in float64 where it has that, and its gradients and weights are
+    The model is called with changed inputs, in float64 if it can, and its gradients and weights are
     looked at once. Each question is a contract, which holds, is broken, or does not apply; those that may be
     broken on purpose are only noted. Differences count if rounding does not explain them: that is measured
     by a run whose weights differ by their rounding error. Weights, buffers, gradients, modes, hooks,
@@ -59,8 +59,8 @@ def check_model(
             ``(B, C)``. It gets batches like the given one with other tokens, values or masks.
         loss: a function of the model and the batch that returns the loss, 0-d with its graph.
         optimizer: the optimizer, or several, whose parameters are compared with those of the model.
-        causal: whether no output may depend on later inputs. By default the config tells, or labels that are
-            the next tokens.
+        causal: whether no output may depend on later inputs. By default from the config, or from labels that
+            are the next tokens.
         pretrained: whether weights have been trained, so that contracts of initialization do not apply. By
             default a config with a path says so.
         only: names of contracts or of their groups to examine; all by default.
@@ -71,7 +71,7 @@ def check_model(
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: if the model fails on the batch or has no values, or for an unknown name of a contract.
+        ValueError: if the model fails on the batch or has no values, or a contract name is unknown.
         RuntimeError: inside a compiled function.
 
     >>> import torch, gradiometer as gm

@@ -75,7 +75,7 @@ def _named_groups(probe: Probe) -> list[tuple[Any, dict[str, Any]]]:
     return groups
 
 
-@contract("gradients", "the optimizer holds what is trainable, and nothing else")
+@contract("gradients", "the optimizer holds all trainable parameters, and nothing else")
 def optimizer(probe: Probe) -> Iterator[Evidence]:
     """Compare the parameters of the optimizer's groups with the trainable ones of the model."""
     groups = _named_groups(probe)
@@ -91,15 +91,15 @@ def optimizer(probe: Probe) -> Iterator[Evidence]:
     if lacking:
         text = f"the optimizer does not hold {some(list(lacking))}"
         if stale:
-            text += f", but {len(stale)} tensors that are not the model's, {_shapes(stale)}"
+            text += f", but holds tensors unknown to the model, {_shapes(stale)}"
         yield Evidence(text, next(iter(lacking)), float(len(lacking)), 0.0, STALE if stale else LACKS)
     elif stale:
-        text = f"the optimizer holds {len(stale)} tensors that are not the model's, {_shapes(stale)}"
+        text = f"the optimizer holds tensors unknown to the model, {_shapes(stale)}"
         severity = Severity.WARNING if probe.has_loss else Severity.INFO
         yield Evidence(text, None, float(len(stale)), 0.0, STALE, severity)
     twice = [name for p, name in names.items() if held.get(p, 0) > 1]
     if twice:
-        text = f"two groups of optimizers hold {some(twice)}"
+        text = f"more than one parameter group holds {some(twice)}"
         yield Evidence(text, twice[0], float(len(twice)), 0.0, TWICE)
     yield from _odd_groups(groups, names)
 
@@ -116,7 +116,7 @@ def _odd_groups(
             yield Evidence(text, names[own[0]], float(len(own)), 0.0, "leave them out", Severity.INFO)
         elif float(group.get("lr", 1.0)) == 0 and not group.get("initial_lr"):
             text = f"the learning rate of group {i} is 0"
-            advice = "set it, unless a schedule that starts at 0 follows"
+            advice = "set it, unless a schedule starts at 0 and raises it"
             yield Evidence(text, names.get(own[0]), 0.0, 0.0, advice, Severity.INFO)
 
 
@@ -151,9 +151,9 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
     return "of shape " + some([str(tuple(p.shape)) for p in tensors])
 
 
-@contract("gradients", "norms and biases are not decayed")
+@contract("gradients", "weight decay does not apply to norms and biases")
 def weight_decay(probe: Probe) -> Iterator[Evidence]:
-    """Look for norms, biases and other vectors in groups with weight decay, and for decay inside of Adam."""
+    """Look for norms, biases and other vectors in groups with weight decay, and for L2 decay in Adam."""
     groups = _named_groups(probe)
     names = {p: name for name, p in probe.model.named_parameters()}
     norms = {

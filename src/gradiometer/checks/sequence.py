@@ -18,17 +18,16 @@ if TYPE_CHECKING:
     from gradiometer.checks.probe import Probe
 
 CAUSAL: Final = (
-    "mask the scores of later positions with -inf before the softmax, in every layer, and do not normalize "
+    "set the scores of later positions to -inf before the softmax in every layer, and do not normalize "
     "or mix over positions"
 )
-ENCODER: Final = "attend to all tokens that are not padding: leave the causal mask out of an encoder"
+ENCODER: Final = "attend to all tokens except padding: do not use a causal mask in an encoder"
 MASK: Final = (
-    "mask the scores of masked keys with -inf (not their queries), pass the mask to every layer, and look at "
+    "set the scores of masked keys (not queries) to -inf, pass the mask to every layer, and check "
     "whether 1 or True means kept or masked"
 )
 EXAMPLES: Final = (
-    "look at batch_first, at reshapes that mix the first two dimensions, and at norms or softmaxes over "
-    "dimension 0"
+    "check batch_first, reshapes that mix the first two dimensions, and norms or softmaxes over dimension 0"
 )
 WHOLE: Final = "let each position of the decoder attend to the whole output of the encoder"
 # positions that are tried
@@ -175,7 +174,7 @@ def _encodes(
         yield Evidence(text, value=changes[0], threshold=probe.tolerance, advice=ENCODER)
 
 
-@contract("behaviour", "masked and padded tokens change nothing")
+@contract("behaviour", "masked and padded tokens do not change other outputs")
 def padding(probe: Probe) -> Iterator[Evidence]:
     """Change masked tokens, also with a mask that hides the first tokens; then append masked tokens."""
     streams = [x for x in probe.streams if x.is_sequence and x.mask]
@@ -267,7 +266,7 @@ def _ignores_more(probe: Probe, stream: Stream, name: str) -> Iterator[Evidence]
         yield Evidence(text, value=size, threshold=tolerance, advice=MASK)
 
 
-@contract("behaviour", "examples of a batch do not change each other")
+@contract("behaviour", "examples in a batch do not affect each other")
 def examples(probe: Probe) -> Iterator[Evidence]:
     """Change all examples but the first, or the last, in both modes; BatchNorm stays in evaluation mode."""
     streams = [x for x in probe.streams if len(x.tensor) > 1]
