@@ -132,23 +132,23 @@ def reversed_values(self, x, source):
         ("softmax", over_queries, "the softmax is over the queries"),
         ("softmax", over_heads, "the softmax is over the heads or examples"),
         ("softmax", over_examples, "the softmax is over the heads or examples"),
-        ("softmax", twice, "the softmax is taken of a softmax"),
+        ("softmax", twice, "the softmax is applied to the output of a softmax"),
         ("softmax", sigmoid, "sigmoid of the scores"),
         ("softmax", log_softmax, "log_softmax"),
         ("softmax", masked_after, "masked or scaled after the softmax"),
         ("softmax", dropped, "dropped in evaluation mode"),
-        ("softmax", relu, "not 1: they are no softmax"),
-        ("softmax", exp_plus_one, "not 1: they are no softmax"),
+        ("softmax", relu, "not 1: they are not a softmax"),
+        ("softmax", exp_plus_one, "not 1: they are not a softmax"),
         ("softmax", of_length_one, "masked or scaled after the softmax"),
-        ("split", split_over_tokens, "heads are split over tokens"),
-        ("split", split_over_examples, "are in one attention"),
-        ("combine", merge_over_tokens, "heads are merged over tokens"),
-        ("combine", merge_transposed, "heads are merged over tokens"),
+        ("split", split_over_tokens, "heads are split across tokens"),
+        ("split", split_over_examples, "are in the same attention matrix"),
+        ("combine", merge_over_tokens, "heads are merged across tokens"),
+        ("combine", merge_transposed, "heads are merged across tokens"),
         ("project", reversed_values, "its value at"),
         ("scores", unscaled, "scores are not scaled"),
         ("scores", without_root, "scaled by 1/d"),
         ("scores", multiplied, "multiplied by sqrt(d)"),
-        ("scores", by_the_width, "the width of all heads"),
+        ("scores", by_the_width, "the width of all heads together"),
         ("scores", scaled_twice, "scaled by 1/d"),
         ("scores", only_queries, "d**-0.25"),
     ],
@@ -185,7 +185,7 @@ def test_one_layer_that_scales_otherwise_is_told():
     attentions(model)[1].scores = lambda q, k: q @ k.mT / 5
     found = result(model, causal(4)[0]())
     assert found.evidence[0].name == "blocks.1.attention"
-    assert "unlike those of other layers" in found.text
+    assert "unlike in other layers" in found.text
     assert found.severity == Severity.WARNING
 
 
@@ -257,7 +257,7 @@ def test_examples_first_for_a_layer_that_has_them_second_is_told():
 
     found = result(Model(), torch.randn(3, 6, 8))
     assert found.is_failure
-    assert "examples 0 and 2 are in one attention" in found.text
+    assert "examples 0 and 2 are in the same attention matrix" in found.text
 
 
 def test_a_model_without_attention():
@@ -289,7 +289,7 @@ def test_normalized_queries_and_keys_hold(norm):
             return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
     assert result(Normed(), torch.randn(3, 6, 8)).status == "holds"
-    assert "heads are split over tokens" in result(Mixed(), torch.randn(3, 6, 8)).text
+    assert "heads are split across tokens" in result(Mixed(), torch.randn(3, 6, 8)).text
 
 
 def test_blocks_of_local_attention_that_overlap_hold():

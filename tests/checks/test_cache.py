@@ -132,7 +132,7 @@ def test_earlier_outputs_that_depend_on_later_tokens_are_another_contract():
             out = super().forward(input_ids, None, past_key_values, use_cache)
             return out | {"logits": out["logits"] + out["logits"].mean(1, keepdim=True)}
 
-    assert "also without a cache" in result(Reversed()).text
+    assert "even without a cache" in result(Reversed()).text
 
 
 class Recurrent(nn.Module):

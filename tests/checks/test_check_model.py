@@ -292,3 +292,23 @@ def test_recurrent_layers_run_in_float64_and_keep_their_weights():
 def test_a_lazy_model_is_refused():
     with pytest.raises(ValueError, match="'weight' has no shape yet; call the model once"):
         gm.check_model(nn.LazyLinear(2), torch.zeros(2, 2))
+
+
+def test_a_loss_that_fails_is_refused():
+    model = nn.Linear(4, 3)
+    pair = torch.randn(8, 4), torch.randint(3, (8,))
+    for loss in (nn.CrossEntropyLoss(), lambda *_: 1.0, lambda model, batch: (model(batch[0]).sum(), 0)):
+        with pytest.raises(ValueError, match=r"loss\(model, batch\) fails: .*a 0-d tensor with its graph"):
+            gm.check_model(model, pair, loss=loss)
+
+
+def test_a_loader_is_no_batch():
+    loader = torch.utils.data.DataLoader(torch.randn(8, 4))
+    for given in (loader, iter(loader)):
+        with pytest.raises(TypeError, match=r"pass one batch of it, next\(iter\(loader\)\)"):
+            gm.check_model(nn.Linear(4, 3), given)
+
+
+def test_what_an_assertion_shows():
+    report = gm.check_model(healthy(causal=False), text(), only=["causal", "examples"])
+    assert repr(report) == "<ModelReport: 2 contracts: 1 hold, 1 broken: causal>"

@@ -199,7 +199,7 @@ def test_labels_that_are_all_ignored_are_told():
     batch = text()
     assert result(model(), batch).status == "holds"
     batch["labels"] = torch.full_like(batch["labels"], -100)
-    assert "all of labels are -100" in result(model(), batch).text
+    assert "all labels are -100" in result(model(), batch).text
 
 
 def test_labels_of_padded_tokens_are_noted():
@@ -272,7 +272,7 @@ def test_position_ids_count_up():
     m.register_buffer("position_ids", torch.arange(2, 10)[None])
     assert result(m).status == "holds"
     m.position_ids[0, 3] = 0
-    assert "position_ids does not count up by 1" in result(m).text
+    assert "position_ids does not increase by 1" in result(m).text
 
 
 def test_nothing_to_compare():
@@ -348,24 +348,24 @@ def test_an_attribute_that_the_config_makes_otherwise(llama, path, key, value):
 def test_a_config_that_was_changed_later(llama):
     llama.config.rms_norm_eps = 1e-6
     found = result(llama, tokens())
-    assert "variance_epsilon is 0.0001, but the config makes it 1e-06 (so are 4 more)" in found.text
+    assert "variance_epsilon is 0.0001, but the config sets 1e-06 (and 4 more)" in found.text
 
 
 def test_frequencies_are_those_of_the_config(llama):
     llama.model.rotary_emb.inv_freq.mul_(0.5)
     found = result(llama, tokens())
     assert found.is_failure
-    assert found.text == "model.rotary_emb.inv_freq[0] is 0.5, but the config makes it 1"
+    assert found.text == "model.rotary_emb.inv_freq[0] is 0.5, but the config gives 1"
 
 
 def test_a_layer_that_was_removed(llama):
     del llama.model.layers[1]
-    assert "model.layers: length is 1, but the config makes it 2" in result(llama, tokens()).text
+    assert "model.layers: length is 1, but the config sets 2" in result(llama, tokens()).text
 
 
 def test_more_rows_of_words_are_told_with_their_shapes(llama):
     llama.model.embed_tokens.weight = nn.Parameter(torch.randn(24, 16))
-    assert "the shape of weight is (24, 16), but the config makes it (20, 16)" in result(llama, tokens()).text
+    assert "the shape of weight is (24, 16), but the config sets (20, 16)" in result(llama, tokens()).text
 
 
 def test_dropout_of_the_config_that_is_off_everywhere():
@@ -376,7 +376,7 @@ def test_dropout_of_the_config_that_is_off_everywhere():
     for x in m.modules():
         if isinstance(x, nn.Dropout):
             x.p = 0.0
-    assert "transformer.drop: p is 0, but the config makes it 0.1" in result(m, tokens()).text
+    assert "transformer.drop: p is 0, but the config sets 0.1" in result(m, tokens()).text
 
 
 def test_what_the_class_freezes_stays_frozen():

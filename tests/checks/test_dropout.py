@@ -138,18 +138,18 @@ def test_dropout_that_is_the_same_in_each_forward():
             torch.manual_seed(7)
             return super().forward(tokens)
 
-    assert "also with other seeds" in results(Same(), TOKENS)["dropout"].text
+    assert "whatever the seed" in results(Same(), TOKENS)["dropout"].text
 
 
 def test_notes_do_not_fail():
     found = results(Model(p=0.9), TOKENS)["dropout"]
     assert found.severity == Severity.INFO
-    assert "is p the share that is kept?" in found.text
+    assert "is p meant as the fraction that is kept?" in found.text
     model = Model()
     model.blocks[1].branch = lambda x: model.blocks[1].mix(model.blocks[1].norm(x))
     found = results(model, TOKENS)["dropout"]
     assert found.severity == Severity.INFO
-    assert found.text == "blocks.1.dropout is never called, though others like it are"
+    assert found.text == "blocks.1.dropout is never called, although similar modules are"
 
 
 @pytest.mark.parametrize(
@@ -221,10 +221,10 @@ class Counts(Block):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Random, "by random numbers; first in blocks.0 (Random)"),
-        (Noisy, "by random numbers; first in blocks.0 (Noisy)"),
+        (Random, "due to random numbers; first in blocks.0 (Random)"),
+        (Noisy, "due to random numbers; first in blocks.0 (Noisy)"),
         (Counts, "kept state; first in blocks.0 (Counts)"),
-        (Uninitialized, "values of uninitialized memory change the output"),
+        (Uninitialized, "uninitialized memory changes the output"),
     ],
 )
 def test_forwards_that_differ_are_told(kind, text):

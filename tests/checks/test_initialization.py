@@ -277,7 +277,7 @@ SCALES = [
     (norm_zero, "norm.weight starts with 0: the norm layer returns rms 0"),
     (norms_zero, "blocks.0.norm2.weight starts with 0"),
     (norm_noise, "blocks.0.norm1.weight starts with rms 0.02"),
-    (norm_large, "norm.weight starts with 3: the norm layer returns rms 3, usual is 1"),
+    (norm_large, "norm.weight starts with 3: the norm layer returns rms 3 instead of 1"),
     (norm_bias, "norm.bias, the bias of a norm layer, starts with rms 0.2"),
     (bias_large, "blocks.0.attention.proj.bias starts with rms"),
     (bias_of_one, "blocks.2.mlp.2.bias starts with mean"),
@@ -422,7 +422,7 @@ SPREADS = [
     (signs, "blocks.0.mlp.0.weight: all elements are 0.2 or -0.2"),
     (clipped, "% of the elements are 0.1 or -0.1"),
     (fan_out, "/ sqrt(fan-out); others with"),
-    (positions_large, "times tokens.weight, where they are added"),
+    (positions_large, "times as large as tokens.weight, to which it is added"),
     (positions_small, "positions.weight is 0.0"),
 ]
 
@@ -495,7 +495,7 @@ def test_a_loss_that_is_too_high():
     model = gpt()
     model.head.weight.data.mul_(10)
     text = told(model, "first_loss")
-    assert "that of a model that knows nothing is ln(24) = 3.18: the logits are too large" in text
+    assert "uniform predictions give ln(24) = 3.18: the logits are too large" in text
 
 
 def test_the_answer_is_in_the_input():
@@ -505,7 +505,7 @@ def test_the_answer_is_in_the_input():
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
     text = told(gpt(), "first_loss", loss=leak)
-    assert "the answer is in the input" in text
+    assert "the input contains the labels" in text
 
 
 def test_a_margin_on_the_labels_is_meant():

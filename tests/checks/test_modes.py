@@ -132,7 +132,7 @@ def test_train_that_does_not_set_modes(kind, word):
     m = kind(blocks=2, dropout=0.1)
     found = result(m)
     assert found.is_failure
-    assert f"{word} mode in model.eval()" in found.text
+    assert f"{word} mode after model.eval()" in found.text
 
 
 def test_an_override_that_keeps_a_norm_in_evaluation_mode():
@@ -175,7 +175,7 @@ def test_weights_made_in_inference_mode():
         m = nn.Linear(4, 2)
     found = result(m, torch.randn(3, 4))
     assert found.is_failure
-    assert "weight, bias were made in inference mode" in found.text
+    assert "weight, bias were created in inference mode" in found.text
 
 
 def test_a_pretrained_model_inside_a_new_one_is_noted():

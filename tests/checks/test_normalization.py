@@ -52,16 +52,16 @@ def mean_square(x, dim=-1, eps=1e-6):
         (lambda x: x / mean_square(x, (1, 2)).sqrt(), "normalizes over tokens, dimensions 1 and 2"),
         (lambda x: x / mean_square(x, (0, 1, 2)).sqrt(), "over examples, dimensions 0 and 1 and 2"),
         (lambda x: x / mean_square(x), "divides by the variance"),
-        (lambda x: x * mean_square(x).sqrt(), "has 4 times the output"),
+        (lambda x: x * mean_square(x).sqrt(), "multiplies the output by 4"),
         (lambda x: x - x.mean(-1, keepdim=True), "does not divide"),
-        (lambda x: x, "normalizes nothing"),
+        (lambda x: x, "does not normalize"),
         (lambda x: x * 0, "the same number everywhere"),
         (lambda x: x / mean_square(x, eps=1.0).sqrt(), "eps is about 1"),
         (lambda x: x / x.square().sum(-1, keepdim=True).sqrt(), "the root of the sum of squares"),
         (lambda x: x / x.abs().mean(-1, keepdim=True), "divides by another value"),
         (lambda x: x / x.abs().amax(-1, keepdim=True), "divides by another value"),
         (lambda x: x / x.std(-1, keepdim=True), "divides by another value"),
-        (lambda x: x / (mean_square(x).sqrt() + 1.0), "times as large as a normalized one"),
+        (lambda x: x / (mean_square(x).sqrt() + 1.0), "times their normalized size"),
     ],
     ids=range(15),
 )
@@ -135,7 +135,7 @@ def test_a_layer_called_layer_norm_that_is_none():
 
     tokens = torch.randint(0, 20, (3, 8))
     found = check_model(Named(nn.BatchNorm1d(8)), tokens, only=["normalization"])["normalization"]
-    assert "layer_norm normalizes nothing" in found.text
+    assert "layer_norm does not normalize" in found.text
     for layer in (nn.Identity(), nn.GroupNorm(2, 8)):
         found = check_model(Named(layer), tokens, only=["normalization"])["normalization"]
         assert found.status == "does not apply"

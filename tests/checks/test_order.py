@@ -24,7 +24,7 @@ def test_positions_that_are_not_added(causal, padded):
     assert result(made(causal=causal), batch).status == "holds"
     found = result(made(causal=causal, positions=False), batch)
     assert (found.status, found.severity) == ("broken", gm.Severity.WARNING)
-    assert "can be exchanged" in found.text
+    assert "does not change the outputs" in found.text
     assert "positions.weight" in found.text
 
 
@@ -128,7 +128,7 @@ def test_a_layer_that_does_not_see_the_order_is_named():
             return x
 
     assert result(Model(), text()).status == "holds"
-    assert "layers.1 does not see the order" in result(Model(blind=1), text()).text
+    assert "layers.1 ignores the order" in result(Model(blind=1), text()).text
 
 
 def test_patches_of_pictures():

@@ -165,7 +165,7 @@ BROKEN = {
     "frozen": (FrozenReentrant, "6 parameters of norms: no gradient, though the loss depends on them"),
     "zeros": (
         lambda: Factors(first=True, second=True),
-        "a.weight, b.weight start at 0, and so do the gradients",
+        "a.weight, b.weight start at 0, and the gradients are 0 too",
     ),
 }
 

@@ -97,12 +97,12 @@ def test_it_holds(kind):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (InList, "4 parameters with 144 elements in the list parts, which"),
-        (Plain, "1 tensor with 8 elements in the attribute scale, which"),
+        (InList, "4 parameters with 144 elements in the list parts, not registered"),
+        (Plain, "1 tensor with 8 elements in the attribute scale, not registered"),
         (Buffer, "the buffer scale requires a gradient"),
-        (Made, "1 parameter with 64 elements made in the forward, of shape (8, 8)"),
-        (Closure, "2 parameters with 72 elements in the closure of body.forward, which"),
-        (Hook, "2 parameters with 72 elements in the closure of body.hook, which"),
+        (Made, "1 parameter with 64 elements created in forward, of shape (8, 8)"),
+        (Closure, "2 parameters with 72 elements in the closure of body.forward, not registered"),
+        (Hook, "2 parameters with 72 elements in the closure of body.hook, not registered"),
     ],
 )
 def test_it_names_what_is_not_registered(kind, text):

@@ -247,3 +247,18 @@ def test_a_causal_mask_in_cross_attention_is_told():
     assert result(Both(causal=False), batch, "bidirectional").status == "holds"
     found = result(Both(causal=True), batch, "bidirectional")
     assert found.text == "cross: the last output of the encoder does not change the first position"
+
+
+def test_a_model_that_is_causal_only_with_padding():
+    class Sometimes(Transformer):
+        """Masks later positions where a mask of padding is made."""
+
+        def forward(self, tokens, attention_mask=None):
+            is_padded = attention_mask is not None and not bool(attention_mask.all())
+            for block in self.blocks:
+                block.attention.causal = is_padded
+            return super().forward(tokens, attention_mask)
+
+    torch.manual_seed(1)
+    assert result(Sometimes(), text(padded=True), "causal", causal=True).status == "broken"
+    assert result(made(causal=True), text(padded=True), "causal").status == "holds"

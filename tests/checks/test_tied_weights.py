@@ -55,7 +55,7 @@ def test_weights_that_the_config_ties():
     assert str(result(Language()).status) == "holds"
     assert str(result(Language(tied=False, config=False)).status) == "holds"
     found = result(Language(tied=False))
-    assert found.text == "head.weight and embedding.weight are two weights, though the config ties them"
+    assert found.text == "head.weight and embedding.weight are separate tensors, but the config ties them"
     found = result(Language(config=False))
     assert found.text == "head.weight is embedding.weight, though config.tie_word_embeddings is False"
     assert found.is_failure
@@ -79,7 +79,7 @@ def test_copies_of_an_embedding(how):
     else:
         model.head.weight = nn.Parameter(weight.detach().clone())
     found = result(model)
-    assert found.text == "embedding.weight and head.weight are two weights with equal values"
+    assert found.text == "embedding.weight and head.weight are separate tensors with equal values"
     assert found.is_failure
 
 
@@ -111,7 +111,7 @@ def test_equal_values_that_are_not_random():
 def test_a_layer_that_is_twice_in_a_list():
     layer = nn.Linear(8, 8)
     found = result(nn.Sequential(*[layer] * 3), VALUES)
-    assert found.text == "layers 0, 1, 2 of the model are one layer"
+    assert found.text == "layers 0, 1, 2 of the model are the same module"
     assert found.is_failure
     relu = nn.ReLU()
     assert str(result(nn.Sequential(nn.Linear(8, 8), relu, nn.Linear(8, 8), relu), VALUES).status) == "holds"
@@ -120,7 +120,7 @@ def test_a_layer_that_is_twice_in_a_list():
 def test_a_parameter_of_two_layers():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight
-    assert result(model, VALUES).text == "0.weight and 1.weight are one weight"
+    assert result(model, VALUES).text == "0.weight and 1.weight are the same tensor"
 
 
 def test_a_layer_that_is_called_twice():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gradiometer.checks.probe import Probe
 
-SOFTMAX: Final = "take the softmax of q k / sqrt(d) + mask over the dimension of the keys, and mask before it"
+SOFTMAX: Final = "take the softmax of q k / sqrt(d) + mask over the keys, and mask before the softmax"
 HEADS: Final = (
     "split heads by x.view(B, T, heads, size).transpose(1, 2), and merge them by "
     "x.transpose(1, 2).reshape(B, T, heads * size)"
@@ -38,16 +38,16 @@ _CUTS: Final = frozenset({"cat", "slice", "split", "select", "constant_pad_nd", 
 
 
 @contract(
-    "behaviour", "attention rows are softmax(q k / sqrt(d) + mask) over the keys, and heads split each token"
+    "behaviour", "attention weights are softmax(q k / sqrt(d) + mask) over keys, and heads split channels"
 )
 def attention(probe: Probe) -> Iterator[Evidence]:
-    """Record one forward, and follow queries, keys, values, scores and weights through it."""
+    """Record one forward pass, and trace queries, keys, values, scores and weights through it."""
     with _Fused() as fused:
         trace = traced(probe)
     every = found_in(trace)
     plain, has_plain = _without_softmax(probe, trace)
     if not (every or fused.causal or has_plain):
-        raise NotApplicable("no attention was seen: no softmax between two products of activations")
+        raise NotApplicable("no attention was found: no softmax between two products of activations")
     faults = plain
     known = bool(fused.causal) or has_plain
     if fused.misaligned:
@@ -65,7 +65,7 @@ def attention(probe: Probe) -> Iterator[Evidence]:
         scales, is_any = scale_faults(probe, every)
     faults += scales
     if not (known or is_any or faults):
-        raise NotApplicable("attention was seen, but operators in between hide which scores and heads it has")
+        raise NotApplicable("attention was found, but its scores and heads could not be traced")
     yield from _grouped(probe, faults)
 
 
@@ -109,7 +109,7 @@ def _rows(_: Probe, each: Attention) -> Iterator[tuple[str, Evidence]]:
     """Look at what the softmax normalizes, and at the sums of the rows that are used."""
     trace, weights = each.trace, each.weights
     if each.softmaxes > 1:
-        yield "twice", Evidence("the softmax is taken of a softmax", advice=SOFTMAX)
+        yield "twice", Evidence("the softmax is applied to the output of a softmax", advice=SOFTMAX)
     if each.is_sigmoid:
         text = "the weights are a sigmoid of the scores, not a softmax: rows do not sum to 1"
         yield "sigmoid", Evidence(text, advice=SOFTMAX)
@@ -170,7 +170,7 @@ def _without_softmax(probe: Probe, trace: Trace) -> tuple[list[tuple[Attention |
         module = operand.node.module
         if worst > limit and module is not None:
             name = probe.names.get(module) or type(module).__name__
-            text = f"rows of the weights sum to {_span(sums)}, not 1: they are no softmax of scores"
+            text = f"rows of the weights sum to {_span(sums)}, not 1: they are not a softmax of the scores"
             evidence = Evidence(text, name, worst, limit, SOFTMAX)
             found.append((None, "none", evidence))
     return found, bool(operands)
@@ -191,11 +191,11 @@ def _heads(probe: Probe, each: Attention) -> Iterator[tuple[str, Evidence]]:
         for landing in landings:
             if landing.is_split:
                 text = f"the {what} of token {landing.label} are at positions {_some(landing.rows)}"
-                yield "split", Evidence(text + ": heads are split over tokens", advice=HEADS)
+                yield "split", Evidence(text + ": heads are split across tokens", advice=HEADS)
                 return
         spread = _shared(landings, batch)
         if spread is not None:
-            text = f"the {what} of examples {spread[0]} and {spread[1]} are in one attention"
+            text = f"the {what} of examples {spread[0]} and {spread[1]} are in the same attention matrix"
             yield "examples", Evidence(text, advice=HEADS)
             return
     if "keys" in landed and "values" in landed:
@@ -212,7 +212,7 @@ def _heads(probe: Probe, each: Attention) -> Iterator[tuple[str, Evidence]]:
             continue
         if len(tokens) > 1:
             text = f"the output of token {x.label} goes to tokens {_some(tokens)} of the next linear layer"
-            yield "merge", Evidence(text + ": heads are merged over tokens", advice=HEADS)
+            yield "merge", Evidence(text + ": heads are merged across tokens", advice=HEADS)
             return
         if tokens != {x.token}:
             text = f"the output of token {x.token} goes to token {_some(tokens)} of the next linear layer"

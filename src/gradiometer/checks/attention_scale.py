@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gradiometer.checks.attention_parts import Attention
     from gradiometer.checks.probe import Probe
 
-SCALE: Final = "divide the scores by sqrt(d) once, d being the size of a head"
+SCALE: Final = "divide the scores by sqrt(d) once, where d is the head size"
 # models whose attention leaves the scale out: their initialization has it
 _UNSCALED: Final = re.compile(
     r"T5|GPT_?Neo(?!_?X)|Switch_?Transformers|Pix2Struct|Pop2Piano|Udop", re.IGNORECASE
@@ -48,7 +48,7 @@ def scale_faults(
                 continue
             text, severity = f"scores are scaled by {scale:.4g}", Severity.INFO
         if each in odd:
-            text, severity = f"{text}, unlike those of other layers", Severity.WARNING
+            text, severity = f"{text}, unlike in other layers", Severity.WARNING
         text = f"{text}; 1/sqrt(d) is {size**-0.5:.4g} for heads of size {size}"
         evidence = Evidence(text, None, ratio, 1.0, SCALE, severity)
         found.append((each, f"scale {scale:.3g}", evidence))
@@ -153,11 +153,11 @@ def _told(scale: float, sizes: dict[str, int]) -> str | None:
     size, width = sizes["d"], sizes["width"]
     wrong = {
         "scores are not scaled": 1.0,
-        "scores are scaled by 1/d, as if the root were missing or taken twice": 1 / size,
+        "scores are scaled by 1/d, as if the square root were missing or the scale applied twice": 1 / size,
         "scores are multiplied by sqrt(d)": size**0.5,
         "scores are multiplied by d": float(size),
-        f"scores are scaled by 1/sqrt({width}), the width of all heads": width**-0.5,
-        f"scores are scaled by 1/{width}, the width of all heads": 1 / width,
+        f"scores are scaled by 1/sqrt({width}), the width of all heads together": width**-0.5,
+        f"scores are scaled by 1/{width}, the width of all heads together": 1 / width,
         f"scores are scaled by 1/sqrt({sizes['heads']}), the number of heads": sizes["heads"] ** -0.5,
         f"scores are scaled by 1/sqrt({sizes['keys']}), the number of keys": sizes["keys"] ** -0.5,
         "scores are scaled by d**-0.25, as if only queries or keys were scaled": size**-0.25,

@@ -28,7 +28,7 @@ def batch_differences(probe: Probe, config: dict[str, Any]) -> Iterator[Evidence
             f"{stream.name} has {stream.length} tokens, but config.{key} is {config[key]}",
             value=stream.length,
             threshold=config[key],
-            advice="truncate the sequences, or make a model of more positions",
+            advice="truncate the sequences, or create the model with more positions",
             severity=Severity.INFO if _is_stretched(probe) else Severity.WARNING,
         )
     yield from _labels(probe)
@@ -42,7 +42,7 @@ def _labels(probe: Probe) -> Iterator[Evidence]:
     if labels is None or labels.is_floating_point() or labels.is_complex() or labels.numel() == 0:
         return
     if labels.dtype != torch.bool and bool((labels == -100).all()):
-        yield Evidence(f"all of {name} are -100, which losses ignore", advice="pass a batch that has labels")
+        yield Evidence(f"all {name} are -100, which losses ignore", advice="pass a batch with labels")
         return
     stream = probe.aligned
     if stream is not None and stream.mask is not None and labels.shape == stream.tensor.shape:
@@ -51,7 +51,7 @@ def _labels(probe: Probe) -> Iterator[Evidence]:
             yield Evidence(
                 f"{counted} padded tokens have labels",
                 value=counted,
-                advice="set the labels of padded tokens to -100, unless the loss leaves them out by a mask",
+                advice="set the labels of padded tokens to -100, unless the loss masks them out",
                 severity=Severity.INFO,
             )
     shape, classes = probe.reference.shape, probe.reference.shape[-1] if probe.reference.dim() > 1 else 0
@@ -86,10 +86,10 @@ def _padding_rows(probe: Probe) -> Iterator[Evidence]:
             name = tables[module]
             yield Evidence(
                 f"{name}: padding_idx is {module.padding_idx}, which {count} tokens of {stream.name} "
-                f"are, but padded tokens are {pads[0]}",
+                f"have as their id, but padded tokens have {pads[0]}",
                 name,
                 value=count,
-                advice="use the number of the padding token: the row of padding_idx gets no gradient",
+                advice="set padding_idx to the id of the padding token: its row gets no gradient",
             )
 
 

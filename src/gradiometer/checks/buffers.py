@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _MASK: Final = re.compile(r"mask|causal|tril|triu|^bias$|alibi", re.IGNORECASE)
 _FREQUENCIES: Final = re.compile(r"inv_freq|freqs")
 _INVERSE: Final = re.compile(r"inv_freq$")
-_VALUES: Final = "compute it again, or load the checkpoint again"
+_VALUES: Final = "recompute it, or reload the checkpoint"
 
 
-@contract("configuration", "buffers and parameters are finite and of the right dtype and device")
+@contract("configuration", "buffers and parameters are finite, with the right dtype and device")
 def buffers(probe: Probe) -> Iterator[Evidence]:
     """Look at the values, dtypes and devices of all buffers and parameters as they were given."""
     parameters = {n: p for n, p in probe.model.named_parameters() if not p.is_meta}
@@ -46,12 +46,12 @@ def _buffer(name: str, x: Tensor, dtypes: set[torch.dtype], devices: set[torch.d
     own = name.rpartition(".")[2]
     if x.requires_grad:
         yield Evidence(
-            f"{name} is a buffer that requires a gradient, which no optimizer gets from parameters()",
+            f"{name} is a buffer that requires a gradient, but parameters() does not return it",
             name,
             advice="make it a Parameter, or register it detached",
         )
     if x.numel() == 0:
-        yield Evidence(f"{name} is an empty buffer", name, 0.0, 1.0, "give it its values before training")
+        yield Evidence(f"{name} is an empty buffer", name, 0.0, 1.0, "fill it before training")
         return
     if devices and x.device not in devices:
         yield Evidence(
@@ -89,7 +89,7 @@ def _buffer(name: str, x: Tensor, dtypes: set[torch.dtype], devices: set[torch.d
         rises = bool((x.diff() > 0).any()) or float(x.min()) < 0
         if rises or float(x[0]) == float(x[-1]):
             advice = "the frequencies are 1 / theta ** (2 i / d), from 1 down"
-            yield Evidence(f"{name} does not fall from its first value on", name, advice=advice)
+            yield Evidence(f"{name} does not decrease from its first value on", name, advice=advice)
     if _MASK.search(own):
         yield from _causal_mask(name, x)
 
@@ -102,11 +102,11 @@ def _running(name: str, own: str, x: Tensor) -> Iterator[Evidence]:
         if least < 0 or dead:
             what = "is 0 everywhere" if dead else f"is as low as {least:.3g}"
             yield Evidence(
-                f"{name} {what}", name, least, 0.0, "a variance is positive: reset_running_stats()"
+                f"{name} {what}", name, least, 0.0, "a variance must be positive: call reset_running_stats()"
             )
     if own == "num_batches_tracked" and (x.dtype != torch.int64 or int(x.min()) < 0):
         yield Evidence(
-            f"{name} is {x.flatten()[0].item()} of {_dtype(x)}", name, advice="it is a count of dtype int64"
+            f"{name} is {x.flatten()[0].item()} of {_dtype(x)}", name, advice="it must be an int64 count"
         )
 
 
@@ -152,7 +152,7 @@ def _causal_mask(name: str, x: Tensor) -> Iterator[Evidence]:
     if upper > 0:
         row, column = (kept & later).nonzero()[0].tolist()
         yield Evidence(
-            f"{name} lets position {row} attend to position {column}, unlike most later ones",
+            f"{name} lets position {row} attend to position {column}, but masks most later ones",
             name,
             upper,
             0.0,
@@ -161,7 +161,7 @@ def _causal_mask(name: str, x: Tensor) -> Iterator[Evidence]:
     elif bool((~kept).all(1).any()):
         row = int((~kept).all(1).nonzero()[0])
         yield Evidence(
-            f"{name} lets position {row} attend to nothing", name, advice="a causal mask keeps its diagonal"
+            f"{name} masks all positions for position {row}", name, advice="a causal mask keeps its diagonal"
         )
 
 
@@ -189,7 +189,7 @@ def _mixed(probe: Probe) -> Iterator[Evidence]:
                 yield Evidence(
                     f"{name} is {kinds[index]}, but {group.name(other, key)} is {kinds[other]}",
                     name,
-                    advice="give the same parameters of all layers one dtype",
+                    advice="use the same dtype in all layers",
                 )
 
 

@@ -34,9 +34,9 @@ _MARGIN: Final = 4.0
 _MOST: Final = 6
 
 
-@contract("behaviour", "a forward through the KV cache equals the full one")
+@contract("behaviour", "a forward pass with the KV cache equals the full one")
 def cache(probe: Probe) -> Iterator[Evidence]:
-    """Pass a third of the tokens, then the others one by one, then at once; compare with one forward."""
+    """Pass a third of the tokens, then the rest one by one, then at once; compare with one forward pass."""
     stream, arguments = _inputs(probe)
     kept, first = probe.kept(stream), max(1, stream.length // 3)
     singles = [*range(first, min(stream.length, first + _MOST))]
@@ -79,7 +79,7 @@ def _compare(
             yield Evidence(f"the model fails for {what}: {one_line(error)}", advice=_ADVICE)
             return
         if output.shape[:2] != (len(kept), end - start):
-            raise NotApplicable("with a cache, the output has another length than the input")
+            raise NotApplicable("with a cache, the output and the input differ in length")
         change = probe.differences(output, full[:, start:end]).flatten(2).amax(2)
         change = torch.where(kept[:, start:end], change, 0.0)
         size = float(change.max())
@@ -87,7 +87,7 @@ def _compare(
             given = {name: _slice(probe, stream, name, x, 0, end) for name, x in arguments.items()}
             alone = _output(_call(probe, given | {"use_cache": False}))
             if probe.distance(alone[kept[:, :end]], full[:, :end][kept[:, :end]]) > tolerance:
-                raise NotApplicable("earlier outputs depend on later tokens, also without a cache")
+                raise NotApplicable("earlier outputs depend on later tokens, even without a cache")
         if size > tolerance:
             place = start + int(change.amax(0).argmax())
             how = f"after {start} cached tokens" if start else "with use_cache=True"
@@ -143,7 +143,7 @@ def _inputs(probe: Probe) -> tuple[Stream, dict[str, Any]]:
     arguments = probe.batch.arguments | probe._defaults  # noqa: SLF001
     others = [x.name for x in probe.streams if x.name != stream.name]
     if others and not probe.is_encoder_decoder:
-        raise NotApplicable(f"the batch has other inputs than tokens: {', '.join(others)}")
+        raise NotApplicable(f"the batch has inputs other than tokens: {', '.join(others)}")
     labels = probe.batch.labels
     return stream, {name: x for name, x in arguments.items() if name != labels and probe.batch.takes(name)}
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import DataLoader
 
 from gradiometer.checks.contract import CONTRACTS, GROUPS, ORDER, Contract
 from gradiometer.checks.kept_state import kept_state
@@ -39,7 +40,7 @@ def check_model(
 ) -> ModelReport:
     """Ask a model questions before it trains: does the future change the past, do masked tokens matter?
 
-    The model is called with changed inputs, in float64 where it has that, and its gradients and weights are
+    The model is called with changed inputs, in float64 if it can, and its gradients and weights are
     looked at once. Each question is a contract, which holds, is broken, or does not apply; those that may be
     broken on purpose are only noted. Differences count if rounding does not explain them: that is measured
     by a run whose weights differ by their rounding error. Weights, buffers, gradients, modes, hooks,
@@ -60,8 +61,8 @@ def check_model(
             ``(B, C)``. It gets batches like the given one with other tokens, values or masks.
         loss: a function of the model and the batch that returns the loss, 0-d with its graph.
         optimizer: the optimizer, or several, whose parameters are compared with those of the model.
-        causal: whether no output may depend on later inputs. By default the config tells, or labels that are
-            the next tokens.
+        causal: whether no output may depend on later inputs. By default from the config, or from labels that
+            are the next tokens.
         pretrained: whether weights have been trained, so that contracts of initialization do not apply. By
             default a config with a path says so.
         only: names of contracts or of their groups to examine; all by default.
@@ -71,8 +72,10 @@ def check_model(
         A `ModelReport`: false if a contract is broken.
 
     Raises:
-        TypeError: if ``model`` is not a module, or ``forward`` or ``loss`` not a function.
-        ValueError: if the model fails on the batch or has no values, or for an unknown name of a contract.
+        TypeError: if ``model`` is not a module, ``forward`` or ``loss`` is not a function, or ``batch`` is a
+            loader.
+        ValueError: if the model fails on the batch or has no values, if ``loss`` fails, or if a contract name
+            is unknown.
         RuntimeError: inside a compiled function.
 
     >>> import torch, gradiometer as gm
@@ -94,6 +97,9 @@ def check_model(
         if function is not None and not callable(function):
             what = type(function).__name__
             raise TypeError(f"{_WHAT}: {option}= is a {what}; pass a function of the model and a batch")
+    if isinstance(batch, DataLoader | Iterator):
+        what = type(batch).__name__
+        raise TypeError(f"{_WHAT}: expected a batch, got a {what}; pass one batch of it, next(iter(loader))")
     chosen = _chosen(only, skip)
     lazy = next((n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)), None)
     if lazy is not None:
@@ -119,6 +125,14 @@ def check_model(
                     f"{_WHAT}: {called} fails on this batch: {one_line(error)}; pass the batch that the "
                     "model trains on, or forward=, a function of model and batch that returns the output"
                 ) from error
+            if loss is not None:
+                try:
+                    probe.loss()
+                except Exception as error:
+                    raise ValueError(
+                        f"{_WHAT}: loss(model, batch) fails: {one_line(error)}; pass a function of the model "
+                        "and the batch that returns the loss, a 0-d tensor with its graph"
+                    ) from error
         results = tuple([_result(each, probe) for each in chosen])
     return ModelReport(results, str(probe.dtype).removeprefix("torch."), rounding)
 
@@ -131,7 +145,7 @@ def _chosen(only: Iterable[str], skip: Iterable[str]) -> list[Contract]:
         groups[option] = (names,) if isinstance(names, str) else tuple(names)
         for name in groups[option]:
             if name not in CONTRACTS and name not in GROUPS:
-                known = ", ".join([*GROUPS, *CONTRACTS])
+                known = ", ".join(dict.fromkeys([*GROUPS, *ORDER]))
                 raise ValueError(
                     f"{_WHAT}: {option} has {name!r}, which is not a contract; known are {known}"
                 )

@@ -50,7 +50,7 @@ _ALWAYS: Final = re.compile(
     "configuration", "modules agree with the config, with their siblings and with the batch", is_static=True
 )
 def configuration(probe: Probe) -> Iterator[Evidence]:
-    """Make the model's modules once more from its config, without values, and compare their attributes."""
+    """Build the modules again from the config, without values, and compare their attributes."""
     made = [] if probe.is_sharded else roots(probe.model)
     for path, module, again in made:
         yield from differences(path, module, again)
@@ -59,7 +59,7 @@ def configuration(probe: Probe) -> Iterator[Evidence]:
     norms = list(_norms(probe.model))
     rates = Counter(x.p for x in probe.model.modules() if isinstance(x, DROPOUTS))
     if not (made or groups or config or norms or probe.batch.labels):
-        raise NotApplicable("the model has neither a config nor layers that are made alike")
+        raise NotApplicable("the model has neither a config nor repeated layers")
     for group in siblings(probe.model, equal_shapes=True):
         if not any(
             group.path == path or group.path.startswith(f"{path}." if path else "") for path, _, _ in made
@@ -130,7 +130,7 @@ def _odd(group: Siblings, index: int, path: str, key: str, values: list[Any], se
         name,
         _number(values[index]),
         _number(values[other]),
-        "make the layers alike, unless they differ on purpose",
+        "use the same value in all layers, unless they differ on purpose",
         severity,
     )
 
@@ -231,7 +231,7 @@ def _against_one(name: str, what: str, value: float, key: str, wanted: float) ->
         name,
         float(value),
         float(wanted),
-        "make the module from the config, or change the config",
+        "build the module from the config, or update the config",
     )
 
 
@@ -246,7 +246,7 @@ def _extremes(model: nn.Module) -> Iterator[Evidence]:
         if isinstance(module, DROPOUTS) and module.p >= 0.95:
             text = f"{name}: p is {_text(module.p)}, which drops nearly everything"
             yield Evidence(
-                text, name, module.p, 0.95, "p is the share that is dropped, not the one that is kept"
+                text, name, module.p, 0.95, "p is the fraction that is dropped, not the fraction that is kept"
             )
 
 
@@ -254,9 +254,7 @@ def _position_ids(model: nn.Module) -> Iterator[Evidence]:
     for name, x in model.named_buffers():
         whole = name.endswith("position_ids") and not x.is_floating_point() and x.dim() > 0 and not x.is_meta
         if whole and bool((x.diff(dim=-1) != 1).any()):
-            yield Evidence(
-                f"{name} does not count up by 1", name, advice="positions are torch.arange(length)"
-            )
+            yield Evidence(f"{name} does not increase by 1", name, advice="use torch.arange(length)")
 
 
 # details

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gradiometer.checks.probe import Probe
 
 REPEAT: Final = "draw random numbers only if self.training, and pass training=self.training to dropout"
-EMPTY: Final = "write all elements of what torch.empty returns, or use torch.zeros"
-BRANCH: Final = "drop what is added to the residual stream: x + dropout(f(norm(x)))"
+EMPTY: Final = "write all elements of a tensor from torch.empty, or use torch.zeros"
+BRANCH: Final = "drop the branch before it is added to the residual stream: x + dropout(f(norm(x)))"
 # models that draw random numbers on purpose
 _SAMPLES: Final = re.compile(
     r"VAE|LSH|Variational|Sampl|Gumbel|Noise|Diffusion|MAE|Reparam|Bayes|Vits|Mask(ed)?Auto|Stochastic"
@@ -41,9 +41,9 @@ _KEEP, _MANY = 0.8, 200
 _ROUNDINGS: Final = 8.0
 
 
-@contract("behaviour", "two forwards without dropout agree")
+@contract("behaviour", "two forward passes without dropout agree")
 def repeatable(probe: Probe) -> Iterator[Evidence]:
-    """Compare forwards of other seeds, of the same seed, and with other values in uninitialized memory."""
+    """Compare forward passes with different seeds, with one seed, and with other uninitialized memory."""
     # not the measured rounding error, which such differences are part of
     limit = _limit(probe)
     filled = []
@@ -53,7 +53,7 @@ def repeatable(probe: Probe) -> Iterator[Evidence]:
     size = _distance(probe, filled[1], filled[2])
     # otherwise forwards differ also with the same values
     if size > limit >= _distance(probe, filled[0], filled[1]):
-        text = f"values of uninitialized memory change the output by {percent(size)}"
+        text = f"uninitialized memory changes the output by {percent(size)}"
         yield Evidence(text, None, size, limit, EMPTY)
         return
     first, other = (probe.output(seed=seed) for seed in (0, 1))
@@ -63,17 +63,17 @@ def repeatable(probe: Probe) -> Iterator[Evidence]:
     change, same = _distance(probe, other, first), _distance(probe, again, first)
     if max(change, same) > limit:
         name, kind = _first_that_differs(probe)
-        why = "random numbers" if same <= limit else "not only torch's random numbers, or kept state"
+        why = "random numbers" if same <= limit else "non-torch random numbers, or kept state"
         where = f"; first in {name or 'the model itself'} ({kind})"
-        text = f"two forwards in evaluation mode differ by {percent(max(change, same))}, by {why}{where}"
+        text = f"two forwards in evaluation mode differ by {percent(max(change, same))}, due to {why}{where}"
         is_meant = same <= limit and _is_random_by_design(probe, kind)
         severity = Severity.INFO if is_meant else Severity.WARNING
         yield Evidence(text, name, max(change, same), limit, REPEAT, severity)
 
 
-@contract("behaviour", "with dropout two forwards differ, and branches are dropped, not the residual stream")
+@contract("behaviour", "dropout changes the output, and drops branches, not the residual stream")
 def dropout(probe: Probe) -> Iterator[Evidence]:
-    """Record a forward in training mode, and look at what is set to 0 by chance."""
+    """Record a forward pass in training mode, and find the elements that are set to 0 at random."""
     named = probe.model.named_modules()
     modules: dict[nn.Module, str] = {x: name for name, x in named if isinstance(x, DROPOUTS) and x.p > 0}
     calls = _Calls(probe.model, modules)
@@ -81,7 +81,7 @@ def dropout(probe: Probe) -> Iterator[Evidence]:
         trace = traced(probe, training=True)
     drops = drops_in(trace)
     if not drops and not calls.counts:
-        raise NotApplicable("the model has no dropout with p > 0 that is called")
+        raise NotApplicable("the model calls no dropout with p > 0")
     yield from calls.evidence(probe)
     all_gone = [name for x, name in modules.items() if getattr(x, "p", 0.0) >= 1 and calls.counts.get(x)]
     all_gone += [drop.name(probe) for drop in drops if drop.share >= 1]
@@ -91,17 +91,17 @@ def dropout(probe: Probe) -> Iterator[Evidence]:
         drop.name(probe): drop.share for drop in drops if _KEEP - 0.03 < drop.share < 1 and drop.count > 200
     }
     for name, share in list(high.items())[:1]:
-        text = f"dropout in {name} drops {100 * share:.0f} %: is p the share that is kept?"
+        text = f"dropout in {name} drops {100 * share:.0f} %: is p meant as the fraction that is kept?"
         yield Evidence(
-            text, name, share, _KEEP, "p of torch's dropout is the share that is dropped", Severity.INFO
+            text, name, share, _KEEP, "p of nn.Dropout is the fraction that is dropped", Severity.INFO
         )
     yield from _misplaced(probe, drops)
     if sum(drop.count for drop in drops) < _EXPECTED:
         return
     others = drops_in(traced(probe, training=True, seed=1))
     if len(others) == len(drops) and all(a.is_same(b) for a, b in zip(drops, others, strict=True)):
-        text = "the same elements are dropped in each forward, also with other seeds"
-        yield Evidence(text, advice="let dropout draw new numbers in each forward")
+        text = "every forward pass drops the same elements, whatever the seed"
+        yield Evidence(text, advice="draw a new dropout mask in each forward pass")
     # of other generators than torch's, such as NumPy's for the masks of spectrograms
     state, runs = random_state(), []
     for _ in range(2):
@@ -109,7 +109,7 @@ def dropout(probe: Probe) -> Iterator[Evidence]:
         runs.append(probe.output(training=True))
     size = _distance(probe, *runs)
     if size > _limit(probe):
-        text = f"two forwards of one seed differ by {percent(size)} in training mode"
+        text = f"two forward passes with the same seed differ by {percent(size)} in training mode"
         advice = "draw random numbers from torch's generator, and keep no state"
         yield Evidence(text, advice=advice, severity=Severity.INFO)
 
@@ -118,8 +118,8 @@ def _misplaced(probe: Probe, drops: list[Drop]) -> Iterator[Evidence]:
     """Yield dropout of scores, of the logits and of the residual stream, the first of each."""
     told = set()
     for kind, text, advice in (
-        ("scores", "drops attention scores before the softmax", "drop the weights, after the softmax"),
-        ("logits", "drops the output of the model", "leave the logits as they are"),
+        ("scores", "drops attention scores before the softmax", "drop weights after the softmax"),
+        ("logits", "drops the output of the model", "do not apply dropout to the logits"),
         ("stream", "drops the residual stream itself, not a branch", BRANCH),
     ):
         several = [drop for drop in drops if kind in drop.kinds]
@@ -186,7 +186,7 @@ class _Calls:
             missing = [x for x in several if not self.counts.get(x)]
             if missing and 2 * len(missing) <= len(several):
                 name = self.modules[missing[0]]
-                text = f"{name} is never called, though others like it are"
+                text = f"{name} is never called, although similar modules are"
                 yield Evidence(text, name, advice="call it in forward, or remove it", severity=Severity.INFO)
                 return
 

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 LEAK: Final = (
     "look for the labels in the inputs: labels that are not shifted, a mask that lets later tokens in, "
-    "features made of the label"
+    "features computed from the labels"
 )
 FINITE: Final = (
     "look at the inputs and at the labels: all of them may be ignored, or logits may overflow; "
     "gradiometer.check_finite names weights that are not finite"
 )
-GRAPH: Final = "leave out torch.no_grad, detach and item between the model and the loss"
+GRAPH: Final = "remove torch.no_grad(), detach() and item() between the model and the loss"
 SUMMED: Final = "divide the loss by the number of labels: use reduction='mean'"
 # nodes of the graph that are looked at
 _NODES: Final = 20_000
@@ -175,7 +175,7 @@ def _is_low(each: CrossEntropy, share: float) -> bool:
     return certain and each.loss < share * each.guess and each.permuted > each.loss + 0.2 * each.guess
 
 
-@contract("initialization", "the loss gets logits, and is first that of a model that knows nothing")
+@contract("initialization", "the loss takes logits, and starts near that of uniform predictions")
 def first_loss(probe: Probe) -> Iterator[Evidence]:
     """Compare the loss of the batch with ln(C), and with that of permuted labels."""
     loss = probe.loss()
@@ -213,19 +213,19 @@ def first_loss(probe: Probe) -> Iterator[Evidence]:
 
 def _judge(each: CrossEntropy, probe: Probe) -> Iterator[Evidence]:
     guess = each.guess
-    nothing = f"that of a model that knows nothing is ln({each.classes:,}) = {guess:.3g}"
+    nothing = f"uniform predictions give ln({each.classes:,}) = {guess:.3g}"
     # a margin on the labels' logits, or a scale of similarities in a batch, is meant
     by_chance = min(each.permuted, each.uniform) >= guess + _EXCESS and not each.contrastive
     if each.loss >= guess + _EXCESS and by_chance:
         is_sure = each.loss >= SATURATED or _ends_in_norm(probe)
         if is_sure or each.loss >= 3 * guess:
-            text = f"the first loss is {each.loss:.3g}, and {nothing}: the logits are too large"
+            text = f"the first loss is {each.loss:.3g}, but {nothing}: the logits are too large"
             severity = Severity.WARNING if is_sure else Severity.INFO
             yield Evidence(text, None, each.loss, guess + _EXCESS, SCALE, severity)
             return
     if each.counted >= _LEAST and _is_low(each, 0.6):
-        text = f"the first loss is {each.loss:.3g}, and {nothing}; with permuted labels it is "
-        text += f"{each.permuted:.3g}: the answer is in the input"
+        text = f"the first loss is {each.loss:.3g}, but {nothing}; with permuted labels it is "
+        text += f"{each.permuted:.3g}: the input contains the labels"
         yield Evidence(text, None, each.loss, 0.6 * guess, LEAK)
 
 

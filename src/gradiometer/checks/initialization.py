@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from gradiometer.stats.line_stats import Weight, WeightValues
     from gradiometer.stats.repeated_lines import Anomaly
 
-DROWNED: Final = (
-    "start both tables with about the same spread: what is much smaller is not seen until it has grown"
-)
-CLIPPED: Final = "draw from a wider range, or cut the tails off less: many elements are equal"
+DROWNED: Final = "initialize both tables with a similar spread: the smaller one is ignored until it has grown"
+CLIPPED: Final = "draw from a wider range, or truncate less: many elements are equal"
 PRETRAINED: Final = "the model is pretrained"
 # of the norm's weights from 1. DCGAN starts with N(1, 0.02)
 _NORM: Final = 0.15
@@ -36,7 +34,7 @@ _NORM: Final = 0.15
 _DROWNED, _NOTED = 70.0, 30.0
 
 
-@contract("initialization", "no rows, columns, heads or matrices are zero or equal")
+@contract("initialization", "no rows, columns, heads or matrices are zero or identical")
 def repeated_weights(probe: Probe) -> Iterator[Evidence]:
     """Compare all rows and columns of each weight, and weights of one shape."""
     values = _values(probe)
@@ -45,9 +43,9 @@ def repeated_weights(probe: Probe) -> Iterator[Evidence]:
     yield from _evidence(repeated(values, is_pretrained=is_pretrained(probe)))
 
 
-@contract("initialization", "norm weights are 1, and biases are 0 or small")
+@contract("initialization", "norm layers start at scale 1, and biases at 0 or small values")
 def initial_scales(probe: Probe) -> Iterator[Evidence]:
-    """Run each norm layer on random values, and look at its output and its bias; then at other biases."""
+    """Run each norm layer on random values, and check its output and its bias; then check other biases."""
     if is_pretrained(probe):
         raise NotApplicable(PRETRAINED)
     values = _values(probe)
@@ -58,9 +56,9 @@ def initial_scales(probe: Probe) -> Iterator[Evidence]:
             yield each
 
 
-@contract("initialization", "the spread of weights suits their fan-in, and that of other layers")
+@contract("initialization", "the spread of weights suits their fan-in and matches that of similar layers")
 def initial_spread(probe: Probe) -> Iterator[Evidence]:
-    """Compare the spread of each weight with fan-in and siblings, and tables of embeddings in their sum."""
+    """Compare the spread of each weight with its fan-in and siblings, and embedding tables that are added."""
     if is_pretrained(probe):
         raise NotApplicable(PRETRAINED)
     values = _values(probe)
@@ -123,7 +121,7 @@ def _norms(probe: Probe) -> Iterator[Evidence]:
         for key, bias in biases.items():
             size = float(bias.detach().double().square().mean().sqrt())
             if size > 0.005:
-                text = f"{prefix}{key}, the bias of a norm layer, starts with rms {size:.3g}, usual is 0"
+                text = f"{prefix}{key}, the bias of a norm layer, starts with rms {size:.3g} instead of 0"
                 yield Evidence(text, prefix + key, size, 0.005, judged.SCALE)
         if scale is None:
             continue
@@ -135,7 +133,7 @@ def _norms(probe: Probe) -> Iterator[Evidence]:
         rms = float(effective.square().mean().sqrt())
         is_constant = weight.numel() > 1 and bool((weight == weight.flatten()[0]).all())
         about = f"{float(weight.detach().flatten()[0]):.3g}" if is_constant else f"rms {_rms(weight):.3g}"
-        text = f"{prefix}{key} starts with {about}: the norm layer returns rms {rms:.3g}, usual is 1"
+        text = f"{prefix}{key} starts with {about}: the norm layer returns rms {rms:.3g} instead of 1"
         if not math.isfinite(distance):
             continue
         # a branch that starts at 0 on purpose
@@ -237,7 +235,7 @@ def _biases(probe: Probe, values: Sequence[WeightValues]) -> Iterator[Evidence]:
             )
             if is_meant:
                 continue
-            text = f"{full} starts with rms {each.rms:.3g}, usual is 0, or 1 / sqrt(fan-in) = "
+            text = f"{full} starts with rms {each.rms:.3g} instead of 0, or 1 / sqrt(fan-in) = "
             text += f"{1 / math.sqrt(fan_in):.2g} at most"
             yield Evidence(text, full, each.rms, 5 / math.sqrt(fan_in), judged.SCALE)
 
@@ -279,7 +277,7 @@ def _drowned(probe: Probe, values: Sequence[WeightValues]) -> Iterator[Evidence]
             continue
         ratio = max(position / token, token / position)
         if ratio > _NOTED:
-            text = f"{name} is {position / token:.3g} times {tokens[0]}, where they are added"
+            text = f"{name} is {position / token:.3g} times as large as {tokens[0]}, to which it is added"
             severity = Severity.WARNING if ratio > _DROWNED or position > token else Severity.INFO
             yield Evidence(text, name, ratio, _NOTED, DROWNED, severity)
 

@@ -32,7 +32,7 @@ _LEAST, _MOST, _SINGLE = 3, 16, 8
 
 @contract("gradients", "every input token or pixel that should matter gets a gradient")
 def input_gradients(probe: Probe) -> Iterator[Evidence]:
-    """Differentiate random projections of the outputs by what the tokens are looked up as, or by the values.
+    """Differentiate random projections of the outputs with respect to token embeddings or input values.
 
     Of a sequence with an output for each position, those at other positions are projected; for a causal
     model, those at later ones.
@@ -55,7 +55,7 @@ def input_gradients(probe: Probe) -> Iterator[Evidence]:
 def _examine(probe: Probe, stream: Stream) -> Iterator[Evidence]:
     mixed = _is_mixed(probe, stream)
     if stream.name not in probe.batch.tensors and not mixed:
-        raise NotApplicable(f"{stream.name} is made of other inputs")
+        raise NotApplicable(f"{stream.name} is computed from other inputs")
     wanted = _wanted(probe, stream, mixed=mixed)
     if not bool(wanted.any()):
         raise NotApplicable(f"{stream.name} has one token")
@@ -236,7 +236,7 @@ def _run(
             output = probe.output_with_graph({stream.name: x}, seed)
         sources = look_ups.found
     if output is None or not sources:
-        raise NotApplicable(f"it is not known what looks up the tokens of {stream.name}")
+        raise NotApplicable(f"the embedding of the tokens of {stream.name} was not found")
     return output, sources
 
 

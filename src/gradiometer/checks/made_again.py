@@ -20,7 +20,7 @@ from gradiometer.rules import Severity
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_ADVICE: Final = "make the module from the config, or change the config: it is saved, and made again from"
+_ADVICE: Final = "build the module from the config, or update the config: a saved model is rebuilt from it"
 # what training or a call sets, and what shapes tell
 _SET_LATER: Final = frozenset(
     {"training", "gradient_checkpointing", "name_or_path", "in_features", "out_features"}
@@ -65,15 +65,15 @@ def differences(path: str, module: nn.Module, again: nn.Module) -> Iterator[Evid
         if not p.requires_grad and name in parameters and parameters[name].requires_grad:
             full = ".".join(x for x in (path, name) if x)
             yield Evidence(
-                f"{full} is trained, but the model freezes it when it is made",
+                f"{full} is trainable, but its class freezes it on creation",
                 full,
                 advice="set requires_grad to False, unless it is trained on purpose",
             )
     for (_, what, value, wanted), names in found.items():
         noted = bool(_NOTED.search(what)) or (what == "padding_idx" and value == "None")
-        more = f" (so are {len(names) - 1} more)" if len(names) > 1 else ""
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         yield Evidence(
-            f"{names[0] or type(module).__name__}: {what} is {value}, but the config makes it {wanted}{more}",
+            f"{names[0] or type(module).__name__}: {what} is {value}, but the config sets {wanted}{more}",
             names[0] or None,
             value=_number(value),
             threshold=_number(wanted),
@@ -153,7 +153,7 @@ def _frequencies(name: str, module: nn.Module) -> Iterator[Evidence]:
         if not error <= 0.01:
             place = int((x.double().cpu() - wanted.double()).abs().argmax())
             yield Evidence(
-                f"{full}[{place}] is {_text(float(x[place]))}, but the config makes it "
+                f"{full}[{place}] is {_text(float(x[place]))}, but the config gives "
                 f"{_text(float(wanted[place]))}",
                 full,
                 float(x[place]),

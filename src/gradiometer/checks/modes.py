@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _TRAIN: Final = "call model.train() before training"
 
 
-@contract("configuration", "the model is in training mode, and so are its modules", is_static=True)
+@contract("configuration", "the model and all its modules are in training mode", is_static=True)
 def modes(probe: Probe) -> Iterator[Evidence]:
     """Look at the modes that modules were given, and at whether `train()` and `eval()` set them."""
     model = probe.model
@@ -48,10 +48,10 @@ def _gradients(model: nn.Module) -> Iterator[Evidence]:
     made = [name for name, p in model.named_parameters() if p.is_inference()]
     if made:
         yield Evidence(
-            f"{shortened(made)} {'was' if len(made) == 1 else 'were'} made in inference mode",
+            f"{shortened(made)} {'was' if len(made) == 1 else 'were'} created in inference mode",
             made[0],
             len(made),
-            advice="make the model outside of torch.inference_mode: its weights cannot be trained",
+            advice="create the model outside torch.inference_mode: its weights cannot be trained",
         )
 
 
@@ -92,11 +92,11 @@ def _in_training(named: dict[str, nn.Module], modes: dict[nn.Module, bool]) -> I
         elif own or any(_drops(x) for x in module.modules()):
             left.append(name)
     if norms:
-        advice = "it uses its running statistics, and keeps them; call model.train() if that is not meant"
+        advice = "it does not update its running statistics; call model.train() if this is not intended"
         text = f"{shortened(norms)}: BatchNorm in evaluation mode"
         yield Evidence(text, norms[0], len(norms), advice=advice, severity=Severity.INFO)
     if frozen:
-        advice = "on purpose for a frozen part; otherwise call model.train()"
+        advice = "correct for a frozen part; otherwise call model.train()"
         text = f"{shortened(frozen)}: frozen, and in evaluation mode"
         yield Evidence(text, frozen[0], len(frozen), advice=advice, severity=Severity.INFO)
     if loaded:
@@ -128,7 +128,7 @@ def _switch(model: nn.Module, named: dict[str, nn.Module]) -> Iterator[Evidence]
                 matters = _drops(module) or (isinstance(module, BATCH_NORMS) and not training)
                 if matters or not name:
                     yield Evidence(
-                        f"{name or 'the model'} stays in {_word(not training)} mode in model.{call}()",
+                        f"{name or 'the model'} stays in {_word(not training)} mode after model.{call}()",
                         name or None,
                         advice=f"call super().train(mode) in an override of {call}()",
                     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TOKEN: Final = "normalize over the last dimension alone, the channels of one token"  # noqa: S105 of a text
 DIVIDE: Final = "return weight * x / sqrt(mean(x**2) + eps), for LayerNorm of x - mean(x), and + bias"
-EPS: Final = "use an eps that is small against the mean square of the inputs, such as 1e-6"
+EPS: Final = "use an eps much smaller than the mean square of the inputs, such as 1e-6"
 # not AdaLayerNorm, ConditionalLayerNorm, RMSNormGated or LayerNormAct, which do something else as well
 _NAME: Final = re.compile(
     r"(?!Ada|Cond|Gated|Partial|Group)\w*(Layer|RMS)_?Norm(alization)?(\dd)?", re.IGNORECASE
@@ -39,7 +39,7 @@ _UNEVEN: Final = 0.05
 _SHRUNK, _LEAST_EPS = 0.7, 3e-5
 
 
-@contract("behaviour", "norm layers normalize each token by itself")
+@contract("behaviour", "norm layers normalize each token separately")
 def normalization(probe: Probe) -> Iterator[Evidence]:
     """Call each norm layer again with its input changed in one element, in sign and in scale."""
     norms = {name: x for name, x in probe.model.named_modules() if _is_norm(name, x)}
@@ -138,7 +138,7 @@ def _faults(
     moved[place] = False
     axes = _axes(moved, place)
     if not axes:
-        yield "identity", Evidence("normalizes nothing: elements do not change each other", advice=DIVIDE)
+        yield "identity", Evidence("does not normalize: elements do not affect each other", advice=DIVIDE)
         return
     wrong = _wrong_axes(probe, module, x, axes)
     if wrong is not None:
@@ -187,7 +187,7 @@ def _size(
     eps = square * (1 / max(ratio, 1e-6) ** 2 - 1)
     if ratio < _SHRUNK and eps > _LEAST_EPS:
         text = (
-            f"makes a typical token {ratio:.2g} times as large as a normalized one: eps is about {eps:.2g}, "
+            f"returns typical tokens at {ratio:.2g} times their normalized size: eps is about {eps:.2g}, "
             f"the mean square of the input {square:.2g}"
         )
         yield "eps", Evidence(text, value=eps, threshold=square, advice=EPS)
@@ -214,7 +214,7 @@ def _even(
             rms = (odd / weight).square().mean(-1).sqrt()
             spreads.append((float((rms.max() - rms.min()) / rms.mean()), float(rms.min()), float(rms.max())))
     if spreads and (worst := min(spreads))[0] > _UNEVEN:
-        text = f"leaves tokens with an rms of {worst[1]:.3g} to {worst[2]:.3g}: it divides by another value"
+        text = f"returns tokens with an rms of {worst[1]:.3g} to {worst[2]:.3g}: it divides by another value"
         yield "uneven", Evidence(text, value=worst[0], threshold=_UNEVEN, advice=DIVIDE)
 
 
@@ -285,10 +285,10 @@ def _unlike(norms: dict[str, nn.Module], shifts: dict[str, bool]) -> Iterator[Ev
 
 def _power(power: float) -> str:
     if abs(power - 2) < 0.1:
-        return "does not divide: twice the input has twice the output"
+        return "does not divide: doubling the input doubles the output"
     if abs(power - 0.5) < 0.05:
-        return "divides by the variance, not by its root: twice the input has half the output"
-    return f"does not normalize: twice the input has {power:.3g} times the output"
+        return "divides by the variance, not by its square root: doubling the input halves the output"
+    return f"does not normalize: doubling the input multiplies the output by {power:.3g}"
 
 
 def _list(axes: list[int]) -> str:

@@ -75,7 +75,7 @@ def _named_groups(probe: Probe) -> list[tuple[Any, dict[str, Any]]]:
     return groups
 
 
-@contract("gradients", "the optimizer holds what is trainable, and nothing else")
+@contract("gradients", "the optimizer holds all trainable parameters, and nothing else", is_static=True)
 def optimizer(probe: Probe) -> Iterator[Evidence]:
     """Compare the parameters of the optimizer's groups with the trainable ones of the model."""
     groups = _named_groups(probe)
@@ -83,23 +83,23 @@ def optimizer(probe: Probe) -> Iterator[Evidence]:
     names: dict[Tensor, str] = {p: name for name, p in probe.model.named_parameters()}
     lacking = {name: p for name, p in trainable(probe).items() if p not in held}
     foreign = [p for p in held if p not in names]
-    with probe.in_own_dtype():
-        masters = _masters(foreign, lacking)
+    # shards are not compared
+    masters = {} if probe.is_sharded else _masters(foreign, lacking)
     lacking = {name: p for name, p in lacking.items() if name not in masters}
     foreign = [p for p in foreign if all(p is not x for x in masters.values())]
-    stale = _stale(probe, foreign, lacking)
+    stale = _stale(probe, foreign)
     if lacking:
         text = f"the optimizer does not hold {some(list(lacking))}"
         if stale:
-            text += f", but {len(stale)} tensors that are not the model's, {_shapes(stale)}"
+            text += f", but holds tensors unknown to the model, {_shapes(stale)}"
         yield Evidence(text, next(iter(lacking)), float(len(lacking)), 0.0, STALE if stale else LACKS)
     elif stale:
-        text = f"the optimizer holds {len(stale)} tensors that are not the model's, {_shapes(stale)}"
+        text = f"the optimizer holds tensors unknown to the model, {_shapes(stale)}"
         severity = Severity.WARNING if probe.has_loss else Severity.INFO
         yield Evidence(text, None, float(len(stale)), 0.0, STALE, severity)
     twice = [name for p, name in names.items() if held.get(p, 0) > 1]
     if twice:
-        text = f"two groups of optimizers hold {some(twice)}"
+        text = f"more than one parameter group holds {some(twice)}"
         yield Evidence(text, twice[0], float(len(twice)), 0.0, TWICE)
     yield from _odd_groups(groups, names)
 
@@ -116,7 +116,7 @@ def _odd_groups(
             yield Evidence(text, names[own[0]], float(len(own)), 0.0, "leave them out", Severity.INFO)
         elif float(group.get("lr", 1.0)) == 0 and not group.get("initial_lr"):
             text = f"the learning rate of group {i} is 0"
-            advice = "set it, unless a schedule that starts at 0 follows"
+            advice = "set it, unless a schedule starts at 0 and raises it"
             yield Evidence(text, names.get(own[0]), 0.0, 0.0, advice, Severity.INFO)
 
 
@@ -133,17 +133,16 @@ def _masters(foreign: Sequence[Tensor], lacking: Mapping[str, Tensor]) -> dict[s
     return found
 
 
-def _stale(probe: Probe, foreign: list[Tensor], lacking: Mapping[str, Tensor]) -> list[Tensor]:
+def _stale(probe: Probe, foreign: list[Tensor]) -> list[Tensor]:
     """Return the tensors of the optimizer that are neither the model's nor part of its loss."""
-    if not foreign:
-        return []
+    if not foreign or probe.is_sharded:
+        return foreign
     try:
         with probe.differentiated():
             graph = variables(objective(probe), ())[0]
     except Exception:  # noqa: BLE001 a model whose loss is not known
         graph = []
     used = {id(x) for x in graph}
-    del lacking
     return [p for p in foreign if id(p) not in used]
 
 
@@ -151,9 +150,9 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
     return "of shape " + some([str(tuple(p.shape)) for p in tensors])
 
 
-@contract("gradients", "norms and biases are not decayed")
+@contract("gradients", "weight decay does not apply to norms and biases", is_static=True)
 def weight_decay(probe: Probe) -> Iterator[Evidence]:
-    """Look for norms, biases and other vectors in groups with weight decay, and for decay inside of Adam."""
+    """Look for norms, biases and other vectors in groups with weight decay, and for L2 decay in Adam."""
     groups = _named_groups(probe)
     names = {p: name for name, p in probe.model.named_parameters()}
     norms = {

@@ -37,7 +37,7 @@ _SHIFT: Final = 1e-3
 
 @contract("behaviour", "the order of the inputs matters")
 def order(probe: Probe) -> Iterator[Evidence]:
-    """Exchange two inputs, and look at the output, and at that of each layer; then shift all positions."""
+    """Swap two inputs, and compare the outputs of the model and of each layer; then shift all positions."""
     streams = [x for x in probe.streams if x.is_sequence or x.tensor.dim() == 4]
     asked = [x for x in streams if _swap(probe, x) is not None]
     if not asked:
@@ -46,9 +46,9 @@ def order(probe: Probe) -> Iterator[Evidence]:
     for stream in asked:
         swapped, after = _swap(probe, stream) or ((), Tensor())
         if _is_blind(probe, stream, swapped, after):
-            text = f"two inputs of {stream.name} can be exchanged, and the outputs are the same"
+            text = f"swapping two inputs of {stream.name} does not change the outputs"
             severity = Severity.WARNING if known else Severity.INFO
-            text += f", though the model has {known}" if known else ": the model has no positions"
+            text += f", although the model has {known}" if known else ": the model has no positions"
             yield Evidence(text, advice=ADD, severity=severity)
             return
     stream = asked[-1]
@@ -137,7 +137,7 @@ def _blind_layers(probe: Probe, stream: Stream) -> Iterator[Evidence]:
     config = probe.config
     is_meant = config is not None and any("no_rope" in name or "nope" in name for name in vars(config))
     if blind and seeing and len(blind) <= len(seeing) and not is_meant:
-        text = f"{', '.join(blind[:3])} does not see the order of its inputs, and {seeing[0]} does"
+        text = f"{', '.join(blind[:3])} ignores the order of its inputs, but {seeing[0]} does not"
         yield Evidence(text, name=blind[0], advice=ADD)
 
 
@@ -157,7 +157,7 @@ def _not_relative(probe: Probe, stream: Stream) -> Iterator[Evidence]:
     if shifted is None or other is None:
         size = _not_toeplitz(probe, stream)
         if size > max(probe.tolerance, _SHIFT):
-            text = "rotary positions are not relative: of equal tokens, scores at equal distances differ by "
+            text = "rotary positions are not relative: for equal tokens, scores at equal distances differ by "
             text += f"{100 * size:.2g} %"
             yield Evidence(text, value=size, threshold=_SHIFT, advice=ROTATE)
         return
@@ -165,7 +165,7 @@ def _not_relative(probe: Probe, stream: Stream) -> Iterator[Evidence]:
     size = float(probe.differences(shifted, probe.reference)[kept].max())
     effect = float(probe.differences(other, probe.reference)[kept].max())
     if size > max(probe.tolerance, _SHIFT * effect):
-        text = f"rotary positions are not relative: {count} more at all tokens change the outputs by "
+        text = f"rotary positions are not relative: shifting all by {count} changes the outputs by "
         text += percent(size)
         yield Evidence(text, value=size, threshold=_SHIFT * effect, advice=ROTATE)
 

@@ -29,9 +29,9 @@ UNUSED: Final = (
     "freeze or remove what is not meant to be trained"
 )
 STUCK: Final = (
-    "let only one of two factors start at 0, as the second matrix of LoRA or the last layer of a branch"
+    "initialize only one of two factors to 0, such as the second matrix of LoRA or the last layer of a branch"
 )
-CANCELS: Final = "a bias that cancels out can be left out; otherwise look at whether it is added"
+CANCELS: Final = "remove a bias that cancels out; otherwise check that it is added"
 HEAD: Final = (
     "if this loss is not meant to use it, freeze or remove it: DistributedDataParallel raises an error for "
     "parameters without a gradient, unless find_unused_parameters=True"
@@ -186,10 +186,10 @@ def _never_learns(stuck: Mapping[str, Tensor]) -> Evidence:
     zeros = [name for name, p in stuck.items() if not bool(p.any())]
     name = next(iter(zeros or stuck))
     if zeros:
-        text = f"{some(zeros)} start{'s' * (len(zeros) == 1)} at 0, and so do the gradients: "
+        text = f"{some(zeros)} start{'s' * (len(zeros) == 1)} at 0, and the gradients are 0 too: "
         text += "no step changes them"
     else:
-        text = f"{some(list(stuck))} get no gradient, behind frozen weights of 0"
+        text = f"{some(list(stuck))} get no gradient, because frozen weights after them are 0"
     return Evidence(text, name, float(len(stuck)), 0.0, STUCK)
 
 

@@ -30,7 +30,7 @@ BUFFER: Final = (
 )
 
 
-@contract("gradients", "what the loss depends on is registered")
+@contract("gradients", "all weights that the loss depends on are registered")
 def registered(probe: Probe) -> Iterator[Evidence]:
     """Look for leaves of the graph of the loss that are neither parameters of the model nor inputs."""
     with probe.differentiated():
@@ -53,15 +53,15 @@ def registered(probe: Probe) -> Iterator[Evidence]:
     for place, kind, tensors in _places(probe):
         there = [left.pop(id(x)) for x in tensors if id(x) in left]
         if there:
-            text = f"the loss depends on {_size(there)} in {kind} {place}, which the model does not own"
+            text = f"the loss depends on {_size(there)} in {kind} {place}, not registered in the model"
             yield Evidence(text, place, float(len(there)), 0.0, REGISTER)
     made = [x for key, x in left.items() if key not in again]
     own: list[Tensor] = [x for x in made if isinstance(x, nn.Parameter)]
     for tensors, what, severity in (
-        (own, "made in the forward", Severity.WARNING),
+        (own, "created in forward", Severity.WARNING),
         # some models let constants require a gradient, for reentrant checkpoints
-        ([x for x in made if not isinstance(x, nn.Parameter)], "made in the forward", Severity.INFO),
-        ([x for key, x in left.items() if key in again], "which no module owns", Severity.WARNING),
+        ([x for x in made if not isinstance(x, nn.Parameter)], "created in forward", Severity.INFO),
+        ([x for key, x in left.items() if key in again], "that no module owns", Severity.WARNING),
     ):
         if tensors:
             text = f"the loss depends on {_size(tensors)} {what}, of shape "

@@ -146,7 +146,8 @@ class ModelReport:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"<ModelReport: {self.summary}>"
+        broken = f": {', '.join(self.broken)}" if self.broken else ""
+        return f"<ModelReport: {self.summary}{broken}>"
 
     def _repr_html_(self) -> str:
         """Return a table for a notebook."""
@@ -176,7 +177,7 @@ class ModelReport:
                 None,
                 evidence.value,
                 evidence.threshold,
-                f"{each.contract} is broken: {evidence.text}",
+                f"{each.contract} is {'broken' if each.is_failure else 'noted'}: {evidence.text}",
                 evidence.advice or "see the how-to page on gm.check_model",
             )
             for each in self.results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -18,17 +19,16 @@ if TYPE_CHECKING:
     from gradiometer.checks.probe import Probe
 
 CAUSAL: Final = (
-    "mask the scores of later positions with -inf before the softmax, in every layer, and do not normalize "
+    "set the scores of later positions to -inf before the softmax in every layer, and do not normalize "
     "or mix over positions"
 )
-ENCODER: Final = "attend to all tokens that are not padding: leave the causal mask out of an encoder"
+ENCODER: Final = "attend to all tokens except padding: do not use a causal mask in an encoder"
 MASK: Final = (
-    "mask the scores of masked keys with -inf (not their queries), pass the mask to every layer, and look at "
+    "set the scores of masked keys (not queries) to -inf, pass the mask to every layer, and check "
     "whether 1 or True means kept or masked"
 )
 EXAMPLES: Final = (
-    "look at batch_first, at reshapes that mix the first two dimensions, and at norms or softmaxes over "
-    "dimension 0"
+    "check batch_first, reshapes that mix the first two dimensions, and norms or softmaxes over dimension 0"
 )
 WHOLE: Final = "let each position of the decoder attend to the whole output of the encoder"
 # positions that are tried
@@ -46,13 +46,18 @@ def causal(probe: Probe) -> Iterator[Evidence]:
             else "the model is not causal"
         )
     kept = probe.kept(stream)
-    for cut in _places(stream.length - 1):
+    # without padding a layer may be told to mask later positions itself
+    masks: list[dict[str, Tensor]] = [{}]
+    if stream.mask is not None and not bool(kept.all()):
+        masks.append({stream.mask: probe.batch.as_mask(stream.mask, torch.ones_like(kept))})
+    for mask, cut in itertools.product(masks, _places(stream.length - 1)):
         later = torch.arange(stream.length, device=kept.device) > cut
-        output = probe.output({stream.name: probe.changed(stream, later.expand_as(kept))})
-        change = _by_token(probe, output, kept & ~later)
+        before = probe.output(mask) if mask else probe.reference
+        output = probe.output(mask | {stream.name: probe.changed(stream, later.expand_as(kept))})
+        change = _by_token(probe, output, kept & ~later, before)
         if float(change.max()) > probe.tolerance:
             row, place = _argmax(change)
-            source, size = _cause(probe, stream, row, place, cut)
+            source, size = _cause(probe, stream, mask, row, place, cut)
             text = f"token {source} changes the output of token {place} by {percent(size)}"
             yield Evidence(text, value=size, threshold=probe.tolerance, advice=CAUSAL)
             return
@@ -175,7 +180,7 @@ def _encodes(
         yield Evidence(text, value=changes[0], threshold=probe.tolerance, advice=ENCODER)
 
 
-@contract("behaviour", "masked and padded tokens change nothing")
+@contract("behaviour", "masked and padded tokens do not change other outputs")
 def padding(probe: Probe) -> Iterator[Evidence]:
     """Change masked tokens, also with a mask that hides the first tokens; then append masked tokens."""
     streams = [x for x in probe.streams if x.is_sequence and x.mask]
@@ -269,7 +274,7 @@ def _ignores_more(probe: Probe, stream: Stream, name: str) -> Iterator[Evidence]
         yield Evidence(text, value=size, threshold=tolerance, advice=MASK)
 
 
-@contract("behaviour", "examples of a batch do not change each other")
+@contract("behaviour", "examples in a batch do not affect each other")
 def examples(probe: Probe) -> Iterator[Evidence]:
     """Change all examples but the first, or the last, in both modes; BatchNorm stays in evaluation mode."""
     streams = [x for x in probe.streams if len(x.tensor) > 1]
@@ -346,9 +351,9 @@ def _first(kept: Tensor) -> Tensor:
     return kept & (kept.cumsum(1) == 1)
 
 
-def _by_token(probe: Probe, output: Tensor, where: Tensor) -> Tensor:
+def _by_token(probe: Probe, output: Tensor, where: Tensor, before: Tensor | None = None) -> Tensor:
     """Return the largest change of the output of each token, ``(B, T)``; 0 elsewhere."""
-    change = probe.differences(output, probe.reference).flatten(2).amax(2)
+    change = probe.differences(output, probe.reference if before is None else before).flatten(2).amax(2)
     return torch.where(where, change, 0.0)
 
 
@@ -362,15 +367,17 @@ def _where_kept(probe: Probe, stream: Stream, change: Tensor, kept: Tensor) -> T
     return change[probe.kept(aligned)]
 
 
-def _cause(probe: Probe, stream: Stream, row: int, place: int, cut: int) -> tuple[int, float]:
+def _cause(
+    probe: Probe, stream: Stream, mask: Mapping[str, Tensor], row: int, place: int, cut: int
+) -> tuple[int, float]:
     """Return the first later token that alone changes an output, and by how much."""
     kept = probe.kept(stream)
     best = (cut + 1, 0.0)
     for source in range(place + 1, min(stream.length, place + 1 + 2 * _MOST)):
         where = torch.zeros_like(kept)
         where[row, source] = True
-        output = probe.output({stream.name: probe.changed(stream, where)})
-        size = float(_by_token(probe, output, kept)[row, place])
+        output = probe.output({**mask, stream.name: probe.changed(stream, where)})
+        size = float(_by_token(probe, output, kept, probe.output(mask))[row, place])
         if size > probe.tolerance:
             return source, size
         best = max(best, (source, size), key=lambda pair: pair[1])

@@ -21,18 +21,16 @@ TIE: Final = (
     "assign the same Parameter to both modules (head.weight = embedding.weight), or call "
     "model.tie_weights(), after the model has been changed or loaded; equal values are not enough"
 )
-UNTIE: Final = (
-    "set config.tie_word_embeddings=True if they are meant to be one, or else give the output its own"
-)
+UNTIE: Final = "set config.tie_word_embeddings=True if they should be tied; otherwise give the output its own"
 REPEATED: Final = (
-    "create a layer for each place, as in nn.ModuleList([Block() for _ in range(n)]); [Block()] * n is n "
-    "times the same one"
+    "create a layer for each place, as in nn.ModuleList([Block() for _ in range(n)]); [Block()] * n repeats "
+    "one layer"
 )
-SHARED: Final = "give each module its own Parameter, unless they are meant to be one"
+SHARED: Final = "give each module its own Parameter, unless they are tied on purpose"
 USED: Final = "use the Parameter itself in the output, not its .data, detach() or clone"
 
 
-@contract("gradients", "weights that are meant to be one tensor are one, and no layer is used twice")
+@contract("gradients", "tied weights share one tensor, and no layer is used twice")
 def tied_weights(probe: Probe) -> Iterator[Evidence]:
     """Compare the parameters of modules with what the config ties, and with one another."""
     if not any(True for _ in probe.model.parameters()):
@@ -43,7 +41,7 @@ def tied_weights(probe: Probe) -> Iterator[Evidence]:
         a, b = _find(probe.model, first), _find(probe.model, second)
         if a is not None and b is not None and a is not b and second not in told:
             told |= {first, second}
-            text = f"{second} and {first} are two weights, though the config ties them"
+            text = f"{second} and {first} are separate tensors, but the config ties them"
             yield Evidence(text, second, 1.0, 0.0, TIE)
     yield from _not_tied(probe)
     yield from _copies(probe, told)
@@ -119,7 +117,7 @@ def _copies(probe: Probe, told: set[str]) -> Iterator[Evidence]:
                     continue
                 if torch.equal(a.detach(), b.detach()) and _is_random(a):
                     told.add(second)
-                    text = f"{first} and {second} are two weights with equal values"
+                    text = f"{first} and {second} are separate tensors with equal values"
                     yield Evidence(text, second, 1.0, 0.0, TIE)
 
 
@@ -156,7 +154,7 @@ def _repeated(probe: Probe, tied: set[str]) -> Iterator[Evidence]:
             if {f"{second}.{name}" for name, _ in child.named_parameters()} <= tied:
                 continue
             told |= set(child.parameters())
-            text = f"layers {', '.join(keys[:4])} of {path or 'the model'} are one layer"
+            text = f"layers {', '.join(keys[:4])} of {path or 'the model'} are the same module"
             yield Evidence(text, second, float(len(keys)), 0.0, REPEATED)
     owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     for path, module in probe.model.named_modules():
@@ -167,7 +165,7 @@ def _repeated(probe: Probe, tied: set[str]) -> Iterator[Evidence]:
         names = [name for name, _ in found]
         is_table = any(isinstance(x, nn.Embedding) or "emb" in name.lower() for name, x in found)
         if len(found) > 1 and p not in told and not is_table and not set(names) & tied:
-            yield Evidence(f"{names[0]} and {names[1]} are one weight", names[1], 1.0, 0.0, SHARED)
+            yield Evidence(f"{names[0]} and {names[1]} are the same tensor", names[1], 1.0, 0.0, SHARED)
 
 
 def _used(probe: Probe) -> Iterator[Evidence]:
