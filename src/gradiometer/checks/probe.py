@@ -275,6 +275,14 @@ class Probe(ModelInputs):
         """
         return _FACTOR * self.rounding
 
+    @property
+    def least(self) -> float:
+        """The largest difference, in proportion, of what does not depend on the inputs that were changed.
+
+        With inputs of equal shapes it is computed from the same numbers in the same order.
+        """
+        return torch.finfo(self.dtype).eps
+
     @cached_property
     def tolerance_of_shapes(self) -> float:
         """The same for inputs of other shapes, where the narrowest dtype of all matters."""

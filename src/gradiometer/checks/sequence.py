@@ -84,11 +84,11 @@ def bidirectional(probe: Probe) -> Iterator[Evidence]:
     ):
         output = probe.output({stream.name: probe.changed(stream, where)})
         change = _by_token(probe, output, kept & ~where)
-        if float(change.max()) <= probe.tolerance:
+        if float(change.max()) <= probe.least:
             yield Evidence(
                 f"the {word} token changes no output of {others} tokens",
                 value=float(change.max()),
-                threshold=probe.tolerance,
+                threshold=probe.least,
                 advice=ENCODER,
             )
 
@@ -103,12 +103,12 @@ def _reads_source(probe: Probe) -> Iterator[Evidence]:
         where = last if stream.is_sequence else torch.ones(len(kept), dtype=torch.bool, device=kept.device)
         output = probe.output({stream.name: probe.changed(stream, where)})
         change = probe.differences(output, probe.reference)[:, 0].flatten(1).amax(1)
-        if float(change.max()) <= probe.tolerance:
+        if float(change.max()) <= probe.least:
             what = f"the last token of {stream.name}" if stream.is_sequence else stream.name
             yield Evidence(
                 f"{what} does not change the first output of the decoder",
                 value=float(change.max()),
-                threshold=probe.tolerance,
+                threshold=probe.least,
                 advice=WHOLE,
             )
             return
@@ -140,7 +140,7 @@ def _reads_memory(probe: Probe, stream: Stream) -> Iterator[Evidence]:
         if not _is_vectors(after, first.shape):
             continue
         change = float((after - first)[:, 0].abs().max())
-        if change <= probe.tolerance * float(first.abs().max()):
+        if change <= probe.least * float(first.abs().max()):
             text = f"{probe.names[module]}: the last output of the encoder does not change the first position"
             yield Evidence(text, name=probe.names[module], value=change, advice=WHOLE)
             return
@@ -175,9 +175,9 @@ def _encodes(
         rest = change[:, :count] if is_last else change[:, -count:]
         changes.append(float(rest.max()) / float(memory.abs().max()) if count else 0.0)
     # one that mixes no tokens sees neither
-    if changes[0] <= probe.tolerance < changes[1]:
+    if changes[0] <= probe.least < changes[1]:
         text = f"the last token of {stream.name} does not change the first {count} outputs of the encoder"
-        yield Evidence(text, value=changes[0], threshold=probe.tolerance, advice=ENCODER)
+        yield Evidence(text, value=changes[0], threshold=probe.least, advice=ENCODER)
 
 
 @contract("behaviour", "masked and padded tokens do not change other outputs")
