@@ -120,10 +120,10 @@ bench-monitor: $(TOOLS) ## measure a training step with a monitor and other tele
 bench-ranks: $(TOOLS) ## measure a reduction over ranks and alternatives, and predict it for thousands of ranks
 	PYTHONPATH=src $(PY) -m kernels_bench.distributed.bench $(BENCH_FLAGS)
 
-zoo: $(TOOLS) ## train healthy and broken models, and count which faults the default rules name, and false warnings
+zoo: $(TOOLS) ## check and train healthy and broken models, and count what contracts and rules name, and false warnings
+	PYTHONPATH=src $(PY) -m kernels_bench.zoo --family contracts --held-out --check
 	PYTHONPATH=src $(PY) -m kernels_bench.zoo --check $(ZOO_FLAGS)
 	PYTHONPATH=src $(PY) -m kernels_bench.zoo --family transformers --held-out --check
-	PYTHONPATH=src $(PY) -m kernels_bench.zoo --family contracts --held-out --check
 
 faults: $(TOOLS) ## inject a million faults into tensors, and count those that fingerprints and other checks miss
 	PYTHONPATH=src $(PY) -m kernels_bench.faults --check $(FAULTS_FLAGS)
