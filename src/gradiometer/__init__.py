@@ -110,7 +110,9 @@ else:
         from importlib import import_module  # noqa: PLC0415 seldom needed
 
         # each of these packages exports its public names as they are called here
-        packages = "columns control distributed integrations monitor recorder rules runs sinks stats web"
+        packages = (
+            "checks columns control distributed integrations monitor recorder rules runs sinks stats web"
+        )
         for package in packages.split():
             module = import_module(f"{__name__}.{package}")
             globals().update({known: getattr(module, known) for known in __all__ if known in module.__all__})
