@@ -83,8 +83,8 @@ assert gm.__version__ and "torch" not in sys.modules
 assert not hasattr(gm, "nothing")
 namespace = {{}}
 exec("from gradiometer import *", namespace)
-from gradiometer import checks, columns, control, distributed, integrations, monitor, recorder, rules, runs, sinks
-from gradiometer import stats, web
+from gradiometer import checks, columns, control, distributed, integrations, monitor, recorder, rules, runs
+from gradiometer import sinks, stats, web
 homes = [checks, columns, control, distributed, integrations, monitor, recorder, rules, runs, stats, web]
 for name in gm.__all__:
     if name not in ("rules", "sinks", "__version__"):
