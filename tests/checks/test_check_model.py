@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.checks.contract import CONTRACTS, GROUPS, ORDER
+from gradiometer.checks.contract import GROUPS, ORDER
+from gradiometer.checks.contracts import CONTRACTS
 from support.small_models import Transformer, cross_entropy, text
 
 

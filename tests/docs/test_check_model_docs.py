@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from gradiometer.checks.contract import CONTRACTS, ORDER
+from gradiometer.checks.contract import ORDER
+from gradiometer.checks.contracts import CONTRACTS
 from support.pages import blocks, execute, text
 
 pytestmark = pytest.mark.usefixtures("_one_thread")

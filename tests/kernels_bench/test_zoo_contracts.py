@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradiometer as gm
-from gradiometer.checks.contract import CONTRACTS
+from gradiometer.checks.contracts import CONTRACTS
 
 pytest.importorskip("transformers")
 from kernels_bench.zoo import __main__ as zoo

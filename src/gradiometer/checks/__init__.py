@@ -5,24 +5,6 @@ with changed inputs, in float64 where it has that. Contracts are functions of a 
 its name. Everything that was changed is restored. Nothing here knows runs, sinks or trainers.
 """
 
-from gradiometer.checks import (  # noqa: F401 they fill the table of contracts
-    attention,
-    buffers,
-    cache,
-    configuration,
-    dropout,
-    first_loss,
-    initialization,
-    input_gradients,
-    modes,
-    normalization,
-    optimizer,
-    order,
-    parameter_gradients,
-    registered,
-    sequence,
-    tied_weights,
-)
 from gradiometer.checks.check_model import check_model
 from gradiometer.checks.loss_graph import bounded_logits, leaves_of
 from gradiometer.checks.report import ContractResult, Evidence, ModelReport, Status
