@@ -101,7 +101,7 @@ def sign_hash(index: int, keys: tuple[int, int]) -> int:
 
     >>> keys = sign_keys("w", 0, 0)
     >>> [1 - 2 * (sign_hash(0, keys) >> j & 1) for j in range(4)]  # of element 0 in 4 projections
-    [-1, 1, 1, 1]
+    [-1, -1, 1, -1]
     """
     mask = (1 << WORD_BITS) - 1
     x = (index & mask) ^ keys[0]
