@@ -77,6 +77,7 @@ def _schema(count: int) -> Schema:
             ),
         ),
         shown=("numel", "finite_norm", "estimated_norm", "n_nonfinite"),
+        drawn=(),
     )
 
 
