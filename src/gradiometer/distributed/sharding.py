@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,6 +16,8 @@ from gradiometer.inputs import is_dtensor, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from gradiometer.inputs import Part
 
 
 class Mesh(NamedTuple):
@@ -63,6 +65,10 @@ class Sharding:
     names: tuple[str, ...]
     specs: tuple[ShardSpec, ...]
     meshes: tuple[Mesh, ...] = ()
+    # where a framework tells which part of a tensor this rank has; other ranks have other parts
+    parts: Mapping[str, Part | None] = field(default_factory=dict)
+    # names of parts of which it is not known where in the whole tensor they are
+    unplaced: frozenset[str] = frozenset()
 
     @cached_property
     def digest(self) -> bytes:
@@ -161,6 +167,7 @@ def check_matches(pattern: str, names: Sequence[str]) -> None:
 def with_shards(sharding: Sharding, shards: Mapping[str, Any]) -> Sharding:
     """Return the sharding with an additional mesh dimension for tensors whose parts differ between ranks."""
     specs, meshes = list(sharding.specs), list(sharding.meshes)
+    unplaced = set(sharding.unplaced)
     for pattern, group in shards.items():
         size, rank = 1, 0
         if group is not None or process_groups.is_active():
@@ -178,4 +185,5 @@ def with_shards(sharding: Sharding, shards: Mapping[str, Any]) -> Sharding:
                 made[mesh] = len(meshes)
                 meshes.append(Mesh((pattern, *base.names), (size, *base.shape), at))
             specs[place] = ShardSpec(None, dtype, made[mesh], ("S", *placements))
-    return replace(sharding, specs=tuple(specs), meshes=tuple(meshes))
+            unplaced.add(name)
+    return replace(sharding, specs=tuple(specs), meshes=tuple(meshes), unplaced=frozenset(unplaced))
