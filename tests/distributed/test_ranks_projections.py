@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import functools
-import math
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import gradiometer as gm
+from gradiometer.recorder import projector
 from support.rank_models import (
     BATCH,
     CASES,
     KINDS,
     alone,
     backward,
-    grads_of,
+    error_of,
     held,
     names_and_parameters,
-    whole,
 )
 from support.rank_pool import pool_of
 
@@ -32,13 +33,17 @@ BOUND = 1e-12
 assert BATCH * 4 * 13 * STEPS * torch.finfo(DOUBLE).eps < BOUND
 
 every_way = pytest.mark.parametrize(("kind", "size"), CASES, ids=[f"{kind}, {size}" for kind, size in CASES])
+fsdp_in_graph = pytest.mark.skipif(
+    torch.__version__.startswith("2.14"),
+    reason="PyTorch 2.14 cannot read a parameter of FSDP2 and its gradient in one graph",
+)
 # those that train on parts of the batch without a schedule, with the share of a rank
 SHARES = {
-    "plain": lambda rank, size: (0, 1),
+    "plain": lambda _rank, _size: (0, 1),
     "DDP": lambda rank, size: (rank, size),
     "FSDP2": lambda rank, size: (rank, size),
     "HSDP": lambda rank, size: (rank, size),
-    "TP": lambda rank, size: (0, 1),
+    "TP": lambda _rank, _size: (0, 1),
     "FSDP2 x TP": lambda rank, size: (rank // 2, size // 2),
 }
 
@@ -133,9 +138,7 @@ def one(one_rank, tmp_path_factory):
     return run_of(one_rank, "plain", 1, tmp_path_factory.mktemp("one") / "run")
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"), [(kind, size) for kind, size in CASES if kind in SHARES], ids=lambda x: str(x)
-)
+@pytest.mark.parametrize(("kind", "size"), [(kind, size) for kind, size in CASES if kind in SHARES], ids=str)
 def test_runs_have_the_projections_of_one_process_in_every_step(pool, one, tmp_path, kind, size):
     run = run_of(pool, kind, size, tmp_path / "run")
     assert run.catalog.names == one.catalog.names
@@ -160,3 +163,98 @@ def test_a_tensor_that_is_not_whole_has_no_projections(two_ranks, one, tmp_path,
         assert absent == (["layers.0.up.weight"] if step == 1 else [])
         if step < 2:
             assert_close(table.values[table.measured], expected.values[table.measured])
+
+
+# in a compiled step
+
+
+def compiled(rank, kind, size):
+    model = build(kind, rank, size)
+    ranks = gm.Ranks(model)
+    recorder = gm.Recorder(model, weights=True, projections=COUNT, ranks=ranks)
+    eager = gm.collect_projections(model, projections=COUNT, reduce=ranks)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step():
+        recorder.record()
+        recorder.advance()
+        return gm.collect_projections(model, projections=COUNT, reduce=ranks)
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = [step() for _ in range(3)]
+    assert all(torch.equal(each.columns, eager.columns) for each in found)
+    local = recorder.read()[-1]
+    weights = gm.collect_projections(dict(names_and_parameters(model)), projections=COUNT)
+    assert torch.equal(local.columns("grad_projections"), eager.local.columns)
+    assert torch.equal(local.columns("weight_projections"), weights.columns)
+    return eager.columns
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("TP", 2),
+        pytest.param("FSDP2", 2, marks=fsdp_in_graph),
+        pytest.param("FSDP2 x TP", 4, marks=fsdp_in_graph),
+    ],
+)
+def test_a_compiled_step_finds_the_same(pool, kind, size):
+    _, grads, _ = expected()
+    for found in pool.run(compiled, kind, size):
+        assert_close(found, grads)
+
+
+# what is not known, and what differs
+
+
+def parts_without_placements(rank):
+    parameters = {
+        "gate": nn.Parameter(torch.ones(5)),
+        "experts.w": nn.Parameter(torch.full((3,), rank + 1.0)),
+    }
+    for parameter in parameters.values():
+        parameter.grad = parameter.detach().clone()
+    ranks = gm.Ranks(parameters, shards={r"^experts\.": None})
+    with pytest.raises(ValueError, match=r"collect_projections.*'experts\.w' is a part .* pass a DTensor"):
+        gm.collect_projections(list(parameters.items()), reduce=ranks)
+    local = gm.collect_projections({"experts.w": parameters["experts.w"]})
+    records = []
+    sink = gm.sinks.Function(records.append)
+    options = {"weights": True, "projections": 8, "rules": (), "sinks": [sink]}
+    with mock.patch.object(projector._LOG, "warning") as warning:
+        monitor = gm.Monitor(parameters, ranks=ranks, **options)
+    with monitor:
+        monitor.record()
+        monitor.advance()
+        monitor.flush()
+    (call,) = warning.call_args_list
+    found = [record.tables["weight_projections"].measured.tolist() for record in records]
+    return call.args[0] % call.args[1:], local.numel.tolist(), found, monitor.failures
+
+
+def test_parts_without_a_place_are_left_out_by_name(two_ranks):
+    for rank, (text, numel, found, failures) in enumerate(two_ranks.run(parts_without_placements)):
+        assert text.startswith("Recorder: 'experts.w' is a part of a larger tensor, as with gm.Ranks(shards=")
+        assert text.endswith("; 1 of 2 tensors are not projected")
+        # alone, it is a tensor of its own
+        assert numel == [3.0]
+        assert found == ([] if rank else [[True, False]])
+        assert failures == {}
+
+
+def different(rank):
+    parameter = nn.Parameter(torch.ones(5))
+    ranks = gm.Ranks({"w": parameter})
+    call = functools.partial(gm.collect_projections, {"w": parameter}, reduce=ranks)
+    number = error_of(functools.partial(call, projections=8 if rank else 16))
+    seed = error_of(functools.partial(call, seed=rank))
+    assert call().columns.shape == (1, 3 + 16)
+    return number, seed
+
+
+def test_ranks_that_project_differently_learn_of_it(two_ranks):
+    for number, seed in two_ranks.run(different):
+        assert "collect_projections(projections=8, seed=0)" in number
+        assert "collect_projections(projections=16, seed=0)" in number
+        assert "seed=1" in seed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from gradiometer.distributed import process_groups
+from gradiometer.distributed.parts import UnknownPartError, part_of
 from gradiometer.inputs import is_dtensor, is_whole
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ class Sharding:
     names: tuple[str, ...]
     specs: tuple[ShardSpec, ...]
     meshes: tuple[Mesh, ...] = ()
-    # where a framework tells which part of a tensor this rank has; other ranks have other parts
+    # this rank's part of tensors that are not whole here, if it is known; other ranks have other parts
     parts: Mapping[str, Part | None] = field(default_factory=dict)
     # names of parts of which it is not known where in the whole tensor they are
     unplaced: frozenset[str] = frozenset()
@@ -124,15 +126,19 @@ def sharding_of(names: tuple[str, ...], tensors: Sequence[Any]) -> Sharding:
     """Return the sharding of tensors, plain ones and DTensors."""
     meshes: dict[Any, int] = {}
     specs = []
-    for tensor in tensors:
+    parts = {}
+    for name, tensor in zip(names, tensors, strict=True):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if is_dtensor(type(tensor)):
             mesh = meshes.setdefault(tensor.device_mesh, len(meshes))
             cuts = tuple(["R" if is_whole(placement) else str(placement) for placement in tensor.placements])
             specs.append(ShardSpec(tuple(tensor.shape), dtype, mesh, cuts))
+            # now, because Dynamo cannot read all placements
+            with suppress(UnknownPartError):
+                parts[name] = part_of(name, tensor, "Ranks")
         else:
             specs.append(ShardSpec(tuple(tensor.shape), dtype))
-    return Sharding(names, tuple(specs), tuple([_mesh(mesh) for mesh in meshes]))
+    return Sharding(names, tuple(specs), tuple([_mesh(mesh) for mesh in meshes]), parts)
 
 
 def _mesh(mesh: Any) -> Mesh:
