@@ -142,7 +142,8 @@ def collect_projections(
 
     Raises:
         TypeError: for a tensor that cannot be measured; the message names it.
-        ValueError: for names that occur twice, and for numbers out of range.
+        ValueError: for names that occur twice, and for numbers out of range; with ``reduce``, for a part of
+            which it is not known which elements of the whole tensor it has, as with ``gm.Ranks(shards=...)``.
         RankError: with ``reduce``, if the ranks disagree or one does not respond.
 
     >>> import torch, gradiometer as gm
