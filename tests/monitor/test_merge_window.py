@@ -90,7 +90,7 @@ def columns_of(kind, *, seed=0, is_bad=False):
     schema, numel = kind.schema, [2, 3] if kind.rows == "parameter" else [4] * len(TAPS)
     values = torch.randint(9, (len(numel), schema.width), generator=torch.Generator().manual_seed(seed))
     for name, i in schema.index.items():
-        if name in {"n_nan", "n_posinf", "n_neginf"} or schema is EXPONENTS:
+        if name in {"n_nan", "n_posinf", "n_neginf", "n_nonfinite"} or schema is EXPONENTS:
             values[:, i] = 0
     values[:, 0] = torch.tensor(numel)
     if is_bad and "n_nan" in schema:

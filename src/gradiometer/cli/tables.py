@@ -225,6 +225,8 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
         if not (found.a.fingerprints and found.b.fingerprints):
             note += " Monitor(fingerprint=True) records them."
         lines.append(text((note, "dim")))
+    if found.apart:
+        lines += _apart(found, top)
     if found.total_norm is not None and found.first and not found.identical:
         step, a, b = found.total_norm
         note = f"total norm at step {step}, the last in both: {number(a, 6)} in A, {number(b, 6)} in B"
@@ -259,6 +261,29 @@ def _bits(found: Comparison) -> Iterable[RenderableType]:
     yield text((f"{verdict}.", style), f" Compared by fingerprint: {tensors:,} {noun}.")
     if found.unknown:
         yield text((f"without a fingerprint: {shortened(found.unknown)}", "dim"))
+
+
+def _apart(found: Comparison, top: int | None) -> Iterable[RenderableType]:
+    """Return how far the runs are apart, and the gradients of the step where they leave rounding."""
+    distances, apart = found.distances, found.apart[0].upper() + found.apart[1:]
+    if distances is None:
+        is_recorded = found.a.projections and found.b.projections
+        more = "" if is_recorded else " Monitor(projections=16, weights=True) records them."
+        yield text((f"{apart}.{more}", "dim"))
+        return
+    one = distances.departure
+    yield text("")
+    style = "bold red" if one or distances.unrelated else "green"
+    yield text((f"{apart}.", style), f" Estimated from {distances.projections} projections.")
+    head = [">distance", ">rounding explains", ">the step before", ">cosine", ">its weight"]
+    table = grid(["", f"in step {distances.worst_step:,}", *head])
+    for i, row in enumerate(distances.worst(most=top), 1):
+        ratio = "" if row.ratio is None else f"{number(row.ratio, 2)} times"
+        values = [row.distance, row.limit, row.cosine, row.weight]
+        distance, limit, cosine, weight = ["" if x is None else number(x, 2) for x in values]
+        style = "bold" if one and one.name == row.name else ""
+        table.add_row(str(i), text(row.name), distance, limit, ratio, cosine, weight, style=style)
+    yield table
 
 
 def _parting(found: Comparison, top: int | None) -> Iterable[RenderableType]:

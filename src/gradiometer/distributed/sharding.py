@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from gradiometer.distributed import process_groups
+from gradiometer.distributed.parts import UnknownPartError, part_of
 from gradiometer.inputs import is_dtensor, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from gradiometer.inputs import Part
 
 
 class Mesh(NamedTuple):
@@ -63,6 +67,10 @@ class Sharding:
     names: tuple[str, ...]
     specs: tuple[ShardSpec, ...]
     meshes: tuple[Mesh, ...] = ()
+    # this rank's part of tensors that are not whole here, if it is known; other ranks have other parts
+    parts: Mapping[str, Part | None] = field(default_factory=dict)
+    # names of parts of which it is not known where in the whole tensor they are
+    unplaced: frozenset[str] = frozenset()
 
     @cached_property
     def digest(self) -> bytes:
@@ -118,15 +126,19 @@ def sharding_of(names: tuple[str, ...], tensors: Sequence[Any]) -> Sharding:
     """Return the sharding of tensors, plain ones and DTensors."""
     meshes: dict[Any, int] = {}
     specs = []
-    for tensor in tensors:
+    parts = {}
+    for name, tensor in zip(names, tensors, strict=True):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if is_dtensor(type(tensor)):
             mesh = meshes.setdefault(tensor.device_mesh, len(meshes))
             cuts = tuple(["R" if is_whole(placement) else str(placement) for placement in tensor.placements])
             specs.append(ShardSpec(tuple(tensor.shape), dtype, mesh, cuts))
+            # now, because Dynamo cannot read all placements
+            with suppress(UnknownPartError):
+                parts[name] = part_of(name, tensor, "Ranks")
         else:
             specs.append(ShardSpec(tuple(tensor.shape), dtype))
-    return Sharding(names, tuple(specs), tuple([_mesh(mesh) for mesh in meshes]))
+    return Sharding(names, tuple(specs), tuple([_mesh(mesh) for mesh in meshes]), parts)
 
 
 def _mesh(mesh: Any) -> Mesh:
@@ -161,6 +173,7 @@ def check_matches(pattern: str, names: Sequence[str]) -> None:
 def with_shards(sharding: Sharding, shards: Mapping[str, Any]) -> Sharding:
     """Return the sharding with an additional mesh dimension for tensors whose parts differ between ranks."""
     specs, meshes = list(sharding.specs), list(sharding.meshes)
+    unplaced = set(sharding.unplaced)
     for pattern, group in shards.items():
         size, rank = 1, 0
         if group is not None or process_groups.is_active():
@@ -178,4 +191,5 @@ def with_shards(sharding: Sharding, shards: Mapping[str, Any]) -> Sharding:
                 made[mesh] = len(meshes)
                 meshes.append(Mesh((pattern, *base.names), (size, *base.shape), at))
             specs[place] = ShardSpec(None, dtype, made[mesh], ("S", *placements))
-    return replace(sharding, specs=tuple(specs), meshes=tuple(meshes))
+            unplaced.add(name)
+    return replace(sharding, specs=tuple(specs), meshes=tuple(meshes), unplaced=frozenset(unplaced))

@@ -119,7 +119,8 @@ class _Partitions:
     """The fragments of a model's parameters in this rank's partitions; see `partitioned.Source`.
 
     ``groups``: the parameters of each param group. ``masters``: this rank's master weights of each.
-    ``fragments``: the start and size of each parameter's fragment in that partition, if it has one.
+    ``fragments``: the start and size of each parameter's fragment in that partition, if it has one, and at
+    which element of the parameter the fragment begins.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class _Partitions:
         model: nn.Module,
         groups: list[list[Tensor]],
         masters: list[Tensor],
-        fragments: dict[Tensor, tuple[int, int]],
+        fragments: dict[Tensor, tuple[int, int, int]],
     ) -> None:
         self.optimizer, self._masters = optimizer, masters
         places = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group)}
@@ -138,11 +139,12 @@ class _Partitions:
         if not any(self._places):
             msg = "it holds none of the watched model's parameters; watch the module of its engine"
             raise _refusal(optimizer, msg)
-        self._fragments = [fragments.get(p, (0, 0)) for p in self._parameters]
-        every = zip(names, self._parameters, self.weights(), self._places, strict=True)
+        found = [fragments.get(p, (0, 0, 0)) for p in self._parameters]
+        self._fragments = [fragment[:2] for fragment in found]
+        every = zip(names, self._parameters, self.weights(), self._places, found, strict=True)
         self.parts = [
-            Part(name, p, weights, tuple(p.shape), ("R",) if place is None else ("S",))
-            for name, p, weights, place in every
+            Part(name, p, weights, tuple(p.shape), ("R",) if place is None else ("S",), first)
+            for name, p, weights, place, (_, _, first) in every
         ]
 
     def weights(self) -> list[Tensor]:
@@ -191,7 +193,8 @@ class _ZeRO(_Partitions):
                 if key in starts:
                     start = int(starts[key])
                     left = int(optimizer.partition_size[i]) - start
-                    fragments[p] = start, min(p.numel() - int(skipped[key]), left)
+                    first = int(skipped[key])
+                    fragments[p] = start, min(p.numel() - first, left), first
         masters = optimizer.single_partition_of_fp32_groups
         super().__init__(optimizer, model, optimizer.bit16_groups, masters, fragments)
         self._starts: dict[int, dict[int, Tensor]] = {}
@@ -235,7 +238,7 @@ class _BF16(_Partitions):
             mapping = p._hp_mapping  # noqa: SLF001
             if mapping is not None:
                 address = mapping.hp_fragment_address
-                fragments[p] = address.start, address.numel
+                fragments[p] = address.start, address.numel, mapping.lp_fragment_address.start
         masters = optimizer.fp32_groups_flat_partition
         super().__init__(optimizer, model, optimizer.bf16_groups, masters, fragments)
 

@@ -124,8 +124,16 @@ class _MainGrads:
         )
         self._parameters = parameters
         self.parts = [
-            Part(name, p, weights, _whole_shape(p, mesh), _placements(p, mesh, is_shard=p in sharded))
-            for name, p, weights in zip(names, parameters, self.weights(), strict=True)
+            Part(
+                name,
+                p,
+                weights,
+                _whole_shape(p, mesh),
+                _placements(p, mesh, is_shard=p in sharded),
+                # parts of tensor parallelism may be interleaved
+                None if _is_split(p, mesh) else own.start,
+            )
+            for name, p, weights, own in zip(names, parameters, self.weights(), self._slices, strict=True)
         ]
 
     def weights(self) -> list[Tensor]:
@@ -169,5 +177,8 @@ def _whole_shape(parameter: Any, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _placements(parameter: Any, mesh: Mesh, *, is_shard: bool) -> tuple[str, ...]:
-    is_split = mesh.shape[0] > 1 and getattr(parameter, "tensor_model_parallel", False)
-    return "S" if is_split else "R", "S" if is_shard else "R"
+    return "S" if _is_split(parameter, mesh) else "R", "S" if is_shard else "R"
+
+
+def _is_split(parameter: Any, mesh: Mesh) -> bool:
+    return mesh.shape[0] > 1 and bool(getattr(parameter, "tensor_model_parallel", False))

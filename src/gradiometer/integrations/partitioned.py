@@ -8,13 +8,14 @@ merges the parts of all ranks.
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradiometer import distributed
+from gradiometer import distributed, inputs
 from gradiometer.distributed import Mesh, Ranks, Sharding, ShardSpec
 from gradiometer.integrations.watched_step import WatchedStep
 from gradiometer.monitor import Monitor, raise_of_handlers
@@ -37,6 +38,7 @@ class Part(NamedTuple):
     ``parameter``: of the model. ``weights``: the part of what the optimizer updates, such as master weights;
     flat, and empty if this rank has none. ``shape``: of the whole tensor, over all ranks. ``placements``: for
     each dimension of the mesh ``"S"`` if its ranks hold different parts, or ``"R"`` if they hold copies.
+    ``first``: the index in the flat whole tensor at which the part begins; None: it is not such a range.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Part(NamedTuple):
     weights: Tensor
     shape: tuple[int, ...]
     placements: tuple[str, ...]
+    first: int | None = 0
 
 
 class Source(Protocol):
@@ -157,7 +160,17 @@ def _sharding(parts: Sequence[Part], tensors: Sequence[Tensor], mesh: Mesh) -> S
         ShardSpec(part.shape, str(x.dtype).removeprefix("torch."), 0, part.placements)
         for part, x in zip(parts, tensors, strict=True)
     ]
-    return Sharding(tuple([part.name for part in parts]), tuple(specs), (mesh,))
+    ranges = {part.name: _indices(part, x) for part, x in zip(parts, tensors, strict=True)}
+    unplaced = frozenset([part.name for part in parts if part.first is None])
+    return Sharding(tuple(ranges), tuple(specs), (mesh,), ranges, unplaced)
+
+
+def _indices(part: Part, tensor: Tensor) -> inputs.Part | None:
+    """Return which elements of the whole tensor a part is; None for all."""
+    if part.first is None or tensor.shape == part.shape:
+        return None
+    box = inputs.Box((0,), (tensor.numel(),), (part.first,))
+    return inputs.Part((math.prod(part.shape),), (box,))
 
 
 class _Loop:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from gradiometer.columns import PROJECTIONS
 from gradiometer.distributed import NUM_SUMMED
 from gradiometer.recorder import Catalog, Rows, Table
 
@@ -59,7 +60,8 @@ class TableMerger:
     """Merges the tables of a step of all ranks.
 
     Copies of a parameter's row count once; rows of taps add up. In a table that only some ranks measured, the
-    rows that are complete or non-finite are kept. A table that has none of them is left out.
+    rows that are complete or non-finite are kept. A table that has none of them is left out. Of projections,
+    only rows of complete tensors are kept.
 
     Args:
         ranks, local, thresholds, fingerprint: as for `MergeWindow`.
@@ -147,6 +149,9 @@ class TableMerger:
             of_all = ranks == self._ranks.size
             # a part of a tensor must not look like the complete one
             kept = of_all.unsqueeze(1) | is_complete | _is_nonfinite(kind, columns)
+            if kind.schema in PROJECTIONS.values():
+                # they tell distances between whole tensors
+                kept = is_complete
             if not kept.all():
                 columns = torch.where(kept.unsqueeze(2), columns, 0)
             columns = columns.to(kind.schema.dtype)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from gradiometer import ops
 from gradiometer.columns import Cursor, rows
-from gradiometer.distributed import part_of
+from gradiometer.distributed import UnknownPartError, part_of
 from gradiometer.inputs import Named, on_device, present
 from gradiometer.recorder.settings import check_integer
 from gradiometer.stats import check_projections, plain
@@ -18,25 +19,47 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gradiometer.distributed import Ranks
     from gradiometer.recorder.kinds import Kind
+
+_LOG = logging.getLogger("gradiometer")
 
 SEED: Final = 0
 """The seed of recorded projections, the same in all runs, so that they can be compared."""
 
 
 class Projector:
-    """Projects the tensors of N parameters, which are all or parts of whole tensors."""
+    """Projects the tensors of N parameters, which are all or parts of whole tensors.
 
-    def __init__(self, names: tuple[str, ...], parameters: Sequence[Tensor], count: int) -> None:
+    Tensors of which this rank's part is not known are left out, with a warning that names the first.
+    ``ranks``: those whose projections are added up.
+    """
+
+    def __init__(
+        self, names: tuple[str, ...], parameters: Sequence[Tensor], count: int, ranks: Ranks | None
+    ) -> None:
         self._names, self._count = names, count
-        self._boxes = [ops.encode([part_of(p)]) for p in parameters]
+        sharding = None if ranks is None else ranks.sharding
+        self._boxes: list[list[int] | None] = []
+        unknown = []
+        for name, p in zip(names, parameters, strict=True):
+            try:
+                self._boxes.append(ops.encode([part_of(name, p, "Recorder", sharding)]))
+            except UnknownPartError as error:
+                self._boxes.append(None)
+                unknown.append(str(error))
+        if unknown:
+            text = "%s; %d of %d tensors are not projected"
+            _LOG.warning(text, unknown[0], len(unknown), len(names))
 
     def columns(
         self, kind: Kind, tensors: Sequence[Tensor | None], scale: Tensor | float | None, cursor: Tensor
     ) -> tuple[tuple[str, ...], Tensor]:
-        """Return the names of the tensors that are there, and their raw columns on the cursor's device."""
+        """Return the names of the tensors that are projected, and their raw columns on its device."""
+        pairs = zip(tensors, self._boxes, strict=True)
+        tensors = [None if boxes is None else x for x, boxes in pairs]
         names, found = present(self._names, tensors)
-        boxes = [each for each, x in zip(self._boxes, tensors, strict=True) if x is not None]
+        boxes = [each or [] for each, x in zip(self._boxes, tensors, strict=True) if x is not None]
         measured = plain(Named(tuple([kind.label(name) for name in names]), found), "Recorder")
         home = cursor.device
         columns = torch.zeros((len(names), kind.schema.width), dtype=kind.schema.dtype, device=home)

@@ -183,7 +183,7 @@ class Recorder(StepRing):
         self._projector = None
         if projected is not None:
             projected.set_on(self.cursor)
-            self._projector = Projector(names, parameters, projected.number)
+            self._projector = Projector(names, parameters, projected.number, ranks)
             self._projected = [kind for kind in catalog.dense if kind.schema is PROJECTIONS[projected.number]]
         self.states = states
         self.configure_(step=0, every=every, skip_nonfinite=skip_nonfinite, skip_above=skip_above)

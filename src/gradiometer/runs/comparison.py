@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.recorder import KINDS
+from gradiometer.recorder import KINDS, OPTION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from gradiometer.runs.distances import Distances
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class BitDifference:
 class Side:
     """One run: its folder, first and last step, its numbers of steps and of steps with tensors.
 
-    ``fingerprints`` tells whether it has recorded fingerprints.
+    ``fingerprints`` tells whether it has recorded fingerprints, ``projections`` how many; 0 for none.
     """
 
     path: str
@@ -59,6 +61,7 @@ class Side:
     steps: int
     recorded: int
     fingerprints: bool
+    projections: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class Comparison:
             scalars, gradients from the model's last to its first, ``skipped``, and updates.
         scalars: the first difference of each scalar.
         total_norm: the last step with tensors in both, and its total gradient norm in A and in B.
+        distances: how far the runs are apart, and where they leave what rounding explains; None if all bits
+            are equal, or unless both have projections, see `apart`.
     """
 
     a: Side
@@ -106,6 +111,7 @@ class Comparison:
     first: tuple[Difference, ...]
     scalars: tuple[Difference, ...]
     total_norm: tuple[int, float, float] | None
+    distances: Distances | None = None
 
     @property
     def identical(self) -> bool:
@@ -186,10 +192,30 @@ class Comparison:
             text += f"; {left:,} {'was' if left == 1 else 'were'} not recorded"
         return text
 
+    @property
+    def apart(self) -> str:
+        """How far the runs are apart, in one line; empty if all bits are equal."""
+        if self.identical:
+            return ""
+        if self.distances is None:
+            without = [name for name, side in (("A", self.a), ("B", self.b)) if not side.projections]
+            if not without:
+                return "distances: not compared, because no tensor of one shape is projected in the same step"
+            verb = "have" if len(without) > 1 else "has"
+            return f"distances: not compared, because {' and '.join(without)} {verb} no projections"
+        one, text = self.distances.departure, self.distances.verdict
+        for change in sorted(self.scalars, key=lambda change: change.step):
+            is_set = change.name in {"lr", "skipped"} or change.name.startswith(OPTION)
+            if is_set and one is not None and change.step <= one.step:
+                return f"{text}; `{change.name}` differs from step {change.step:,} on"
+        return text
+
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return plain values; of the distances, those of the departure and each step's median."""
         found = {"same": self.same, "identical": self.identical, "verdict": self.verdict, "step": self.step}
-        return found | asdict(self)
+        found["apart"] = self.apart
+        distances = None if self.distances is None else self.distances.to_dict()
+        return found | asdict(replace(self, distances=None)) | {"distances": distances}
 
 
 def _plural(name: str) -> str:

@@ -6,11 +6,13 @@ If both have fingerprints, these tell whether the tensors are equal to the bit; 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gradiometer.recorder import LOSS_ORDER
 from gradiometer.runs import step_diff
 from gradiometer.runs.comparison import Comparison, Difference, Side
+from gradiometer.runs.distances import PROJECTED, distances_of, projections_of
 from gradiometer.runs.files import RunError
 from gradiometer.runs.reader import Run, read_run
 from gradiometer.runs.step_diff import RunTensors
@@ -36,6 +38,10 @@ def compare_runs(
     that differ. Statistics and scalars are compared too. Without ``Monitor(fingerprint=True)`` in both runs
     they are all that is compared, and equal statistics do not prove equal tensors.
 
+    Where bits differ, and both have recorded projections by ``Monitor(projections=16, weights=True)``,
+    ``result.distances`` has the relative distances of gradients and weights, and ``result.apart`` tells until
+    which step they are the same up to rounding, and which tensor leaves it first.
+
     Args:
         a: one run, or its folder.
         b: the other.
@@ -47,8 +53,8 @@ def compare_runs(
         ignore: tensors and scalars whose name matches this expression (`re.search`) are left out.
 
     Returns:
-        a frozen dataclass with `same`, `identical`, `bits`, `verdict`, the steps and tensors that one run
-        lacks, and the statistics that differ first.
+        a frozen dataclass with `same`, `identical`, `bits`, `verdict`, `distances`, `apart`, the steps and
+        tensors that one run lacks, and the statistics that differ first.
 
     Raises:
         RunError: if a folder has no run, or if the runs have no step or no tensor in common.
@@ -89,7 +95,9 @@ def compare_runs(
 
 def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None = None) -> Comparison:
     """Do what `compare_runs` does, also for runs without a step or tensor in common."""
-    kinds = _common_kinds(a.catalog, b.catalog)
+    both = _common_kinds(a.catalog, b.catalog)
+    # projections tell distances; that they differ is seen from the tensors' own statistics
+    kinds = {name: kind for name, kind in both.items() if name not in PROJECTED}
     here, there = (RunTensors(run, _rows(run.catalog, kinds, ignore)) for run in (a, b))
     shared = [key for key in here.rows if key in there.rows]
     forms = {key: (here.form(key), there.form(key)) for key in shared}
@@ -121,7 +129,7 @@ def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | Non
     step = min((d.step for d in (*found, *scalars)), default=None)
     first = [d for d in found if d.step == step] + [d for d in scalars if d.step == step]
     first.sort(key=lambda difference: _order(difference, kinds))
-    return Comparison(
+    result = Comparison(
         a=_side(a, steps[0]),
         b=_side(b, steps[1]),
         rtol=rtol,
@@ -133,8 +141,8 @@ def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | Non
         unknown=unknown,
         tensors=len(_labels(kinds, shared)),
         kinds=(
-            tuple([name for name in a.catalog.kinds if name not in kinds]),
-            tuple([name for name in b.catalog.kinds if name not in kinds]),
+            tuple([name for name in a.catalog.kinds if name not in both]),
+            tuple([name for name in b.catalog.kinds if name not in both]),
         ),
         only_a=_labels(kinds, [key for key in here.rows if key not in there.rows]),
         only_b=_labels(kinds, [key for key in there.rows if key not in here.rows]),
@@ -144,6 +152,7 @@ def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | Non
         scalars=tuple(scalars),
         total_norm=_totals(a, b, recorded),
     )
+    return result if result.identical else replace(result, distances=distances_of(a, b, ignore))
 
 
 # whether a step has tensors
@@ -194,7 +203,8 @@ def _steps(run: Run) -> _Steps:
 
 def _side(run: Run, steps: _Steps) -> Side:
     first, last = min(steps, default=None), max(steps, default=None)
-    return Side(str(run.path), first, last, len(steps), sum(steps.values()), run.has_fingerprints)
+    recorded, projections = sum(steps.values()), projections_of(run.catalog)
+    return Side(str(run.path), first, last, len(steps), recorded, run.has_fingerprints, projections)
 
 
 def _missing(here: _Steps, there: _Steps, common: list[int]) -> tuple[int, ...]:

@@ -29,10 +29,12 @@ from gradiometer.stats.named_stats import NamedStats
 from gradiometer.stats.table_report import TableReport
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from gradiometer.distributed import Ranks
-    from gradiometer.inputs import Tensors
+    from gradiometer.inputs import Part, Tensors
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -140,7 +142,8 @@ def collect_projections(
 
     Raises:
         TypeError: for a tensor that cannot be measured; the message names it.
-        ValueError: for names that occur twice, and for numbers out of range.
+        ValueError: for names that occur twice, and for numbers out of range; with ``reduce``, for a part of
+            which it is not known which elements of the whole tensor it has, as with ``gm.Ranks(shards=...)``.
         RankError: with ``reduce``, if the ranks disagree or one does not respond.
 
     >>> import torch, gradiometer as gm
@@ -158,16 +161,33 @@ def collect_projections(
 
     def measured(ranks: Ranks | None) -> ProjectionStats:
         own = parameters if grads is None else redistributed(grads, parameters, ranks, caller)
-        return projections_of(own, caller, projections, seed)
+        sharding = None if ranks is None else ranks.sharding
+        # gradients are placed like their parameters, and may be plain tensors now
+        parts = {
+            name: part_of(name, x, caller, sharding)
+            for name, x in zip(*parameters, strict=True)
+            if name in own.names
+        }
+        return projections_of(own, caller, projections, seed, parts)
 
-    return over_ranks(reduce, parameters, caller, measured, schema=PROJECTIONS[projections])
+    # the ranks compare the text
+    call = f"{caller}(projections={projections}, seed={seed})"
+    return over_ranks(reduce, parameters, call, measured, schema=PROJECTIONS[projections])
 
 
 @torch.no_grad()
-def projections_of(named: Named, caller: str, count: int, seed: int) -> ProjectionStats:
-    """Project named tensors as `collect_projections` does; ``caller`` names the caller in error messages."""
+def projections_of(
+    named: Named, caller: str, count: int, seed: int, parts: Mapping[str, Part | None] | None = None
+) -> ProjectionStats:
+    """Project named tensors as `collect_projections` does.
+
+    ``caller``: names the caller in error messages. ``parts``: by name, which part of the whole tensor each
+    is; None: as they tell.
+    """
     check_names(named.names, caller)
-    parts = [part_of(x) for x in named.tensors]
+    if parts is None:
+        parts = {name: part_of(name, x, caller) for name, x in zip(*named, strict=True)}
+    placed = [parts[name] for name in named.names]
     named = local_shards(named, caller)
     names, tensors = named.names, plain(named, caller)
     kind = _CLASSES[count]
@@ -175,7 +195,7 @@ def projections_of(named: Named, caller: str, count: int, seed: int) -> Projecti
         return kind(names, torch.empty((0, kind.schema.width), dtype=torch.float64, device="cpu"))
 
     def of_rows(rows: list[int]) -> list[Tensor]:
-        boxes = ops.encode([parts[i] for i in rows])
+        boxes = ops.encode([placed[i] for i in rows])
         return [
             ops.measure_projections([tensors[i] for i in rows], [names[i] for i in rows], count, seed, boxes)
         ]

@@ -1,0 +1,208 @@
+"""Where two runs leave what rounding explains: the limits of distances, and the first that is beyond them.
+
+Two runs that differ only by rounding, as by another kernel, layout or order of summation, drift apart: a
+difference of weights makes one of gradients, and that one of the next weights. All distances here are
+relative: ``norm(a - b) / max(norm(a), norm(b))``. In a step, let W be the distance of all weights together.
+It is what the step has inherited, whatever happened before. Two laws bound the distance of a gradient:
+
+- It is about L * max(u, W), where u is the unit roundoff of the computation and L the sensitivity of that
+  gradient. L changes little from step to step, so the last 10 compared steps tell it: this step explains
+  ``H = max over them of d * max(1, W / W then)``.
+- Where a function is not smooth (ReLU, max pooling, routing to experts), a share of about max(u, W) of its
+  elements takes another branch. Each of these changes its share of the gradient entirely, so the distance is
+  about ``sqrt(max(u, W))``, in steps where an element does. Elements whose gradient is near 0 do the same to
+  the updates of Adam, which depend on the sign.
+
+The limit of a distance is ``max(3 H, 2.4 sqrt(max(u, W)))``, times ``1 + 2 sqrt(2 / k)``, 1.7 for the
+deviation of estimates from 16 projections. Both laws must be broken, in the step and in the next two
+compared steps; if not in those, it may still be an element that takes another branch, and the departure does
+not last. u is the smallest of 2**-24 (float32), 2**-11 (TF32, float16) and 2**-8 (bfloat16) that explains
+the distances of most gradients in the first steps. Without projections of weights, W is the median distance
+of gradients; a fault is then found only if it changes less than half of them.
+
+An optimizer's updates, which are differences of projected weights, are compared in the same way: with the
+distances of gradients in place of W, and not below the rounding of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from gradiometer.recorder import KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+# compared steps that tell what is usual, and those in which a distance must stay beyond its limit
+_HISTORY: Final = 10
+_LASTING: Final = 3
+# factors of the two laws
+_OF_HISTORY: Final = 3.0
+_OF_ROOT: Final = 2.4
+# unit roundoffs, and the largest distance of most gradients that each explains
+ROUNDOFFS: Final = {
+    "float32": (2.0**-24, 2e-5),
+    "TF32 or float16": (2.0**-11, 5e-3),
+    "bfloat16": (2.0**-8, 0.25),
+}
+
+
+class Measured(NamedTuple):
+    """Distances between two runs in S compared steps of T tensors, relative and float64.
+
+    Attributes:
+        grads: ``(S, T)``, NaN where there is none.
+        own: the same, but always relative to the gradients' own norms.
+        total: of all weights together, ``(S,)``; None if they are not projected.
+        updates: of the updates since the compared step before, ``(S, T)``; None likewise.
+        update_size: the norm of these updates, relative to that of the weights, ``(S, T)``; None likewise.
+        consecutive: whether no step is between a compared step and the one before, ``(S,) bool``.
+        deviation: the relative standard deviation of a squared distance, ``sqrt(2 / k)``.
+        roundoff: the largest unit roundoff of the parameters' dtypes.
+    """
+
+    grads: Tensor
+    own: Tensor
+    total: Tensor | None
+    updates: Tensor | None
+    update_size: Tensor | None
+    consecutive: Tensor
+    deviation: float
+    roundoff: float = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first step and tensor that leave what rounding explains.
+
+    Attributes:
+        step: the step.
+        name: ``w.grad`` for a gradient, the first that leaves in the order of the backward pass; ``w.update``
+            for the last update of a weight before this step.
+        kind: ``"grads"`` or ``"updates"``.
+        distance: its relative distance.
+        explained: the distance that the compared steps before explain; in the first one, the limit.
+        ratio: ``distance / explained``.
+        lasts: whether it is beyond its limit in the next two compared steps, too; None if there are none.
+    """
+
+    step: int
+    name: str
+    kind: str
+    distance: float
+    explained: float
+    ratio: float
+    lasts: bool | None
+
+
+class Found(NamedTuple):
+    """What rounding explains, and what it does not.
+
+    Attributes:
+        rounding: the key of `ROUNDOFFS` that explains the first steps.
+        limits: the largest distances of gradients that rounding explains, ``(S, T)``.
+        departure: the first that is beyond; None if there is none.
+    """
+
+    rounding: str
+    limits: Tensor
+    departure: Departure | None
+
+
+def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Found:
+    """Return the limits, and the first step and tensor beyond them: one that lasts, if there is one."""
+    grads, margin = measured.grads, 1 + 2 * measured.deviation
+    rounding, roundoff = _roundoff(grads, measured.roundoff)
+    inherited = grads.nanmedian(dim=1).values if measured.total is None else measured.total
+    inherited = inherited.nan_to_num(nan=0.0).clamp(min=roundoff)[:, None]
+    of_grads = _beyond(grads, inherited, _OF_ROOT * margin * inherited.sqrt(), margin)
+    found = {"grads": of_grads}
+    if measured.updates is not None and measured.update_size is not None:
+        own = measured.own.nan_to_num(nan=0.0).clamp(min=roundoff)
+        before = own.roll(1, 0)
+        before[0] = roundoff
+        # of a step that was not compared, the gradients are not known
+        drive = _recent(torch.where(measured.consecutive[:, None], before, torch.maximum(own, before)))
+        # an update of 0 has no direction
+        rounded = 4 * measured.roundoff / measured.update_size.nan_to_num(nan=0.0)
+        root = _OF_ROOT * margin * drive.sqrt() + rounded
+        # of one step, updates come before the gradients
+        found = {"updates": _beyond(measured.updates, drive, root, margin), **found}
+    limits = of_grads[2]
+    place = _first([beyond for beyond, _, _ in found.values()])
+    if place is None:
+        return Found(rounding, limits, None)
+    kind, row, column, lasts = [*found][place[0]], *place[1:]
+    _, usual, limit = found[kind]
+    of_kind = grads if kind == "grads" or measured.updates is None else measured.updates
+    distance = float(of_kind[row, column])
+    explained = max(float(usual[row, column]), roundoff) if row else float(limit[row, column])
+    name = KINDS[kind].label(names[column])
+    return Found(
+        rounding, limits, Departure(steps[row], name, kind, distance, explained, distance / explained, lasts)
+    )
+
+
+def _beyond(x: Tensor, inherited: Tensor, root: Tensor, margin: float) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return where x is beyond its limit, what the steps before explain, and the limits, ``(S, T)``.
+
+    The first is a list: for the steps themselves, and for the steps after them, by what was before.
+    """
+    known, inherited = x.nan_to_num(nan=0.0), inherited.expand_as(x)
+    explained = limits = x
+    beyond: list[Tensor] = []
+    for later in range(min(_LASTING, len(x))):
+        now, usual = inherited[later:], torch.zeros_like(x[later:])
+        for back in range(1, min(_HISTORY, len(x) - later - 1) + 1):
+            size = len(x) - later - back
+            growth = (now[back:] / inherited[:size]).clamp(min=1)
+            torch.maximum(usual[back:], known[:size] * growth, out=usual[back:])
+        limit = torch.maximum(_OF_HISTORY * margin * usual, root[later:].expand_as(usual))
+        beyond.append(x[later:] > limit)
+        if not later:
+            explained, limits = usual, limit
+    return beyond, explained, limits
+
+
+def _first(found: list[list[Tensor]]) -> tuple[int, int, int, bool | None] | None:
+    """Return the table, row and column of the first that is beyond its limit, and whether that lasts."""
+    now = torch.stack([beyond[0] for beyond in found])
+    lasts = torch.zeros_like(now) if len(found[0]) < _LASTING else now.clone()
+    for table, beyond in zip(lasts, found, strict=True):
+        for later in beyond[1:]:
+            table[: len(later)] &= later
+            table[len(later) :] = False
+    rows, lasting = (x.any(dim=2).any(dim=0).nonzero().flatten().tolist() for x in (now, lasts))
+    if not rows:
+        return None
+    # a departure may last in another tensor than the one where it begins
+    row = next(row for row in rows if not lasting or row > lasting[0] - _LASTING)
+    table, column = now[:, row].nonzero()[0].tolist()
+    is_known = lasting or row + _LASTING <= now.shape[1]
+    return table, row, column, bool(lasting) if is_known else None
+
+
+def _recent(x: Tensor) -> Tensor:
+    """Return the largest of each compared step and those that tell what is usual."""
+    found = x.clone()
+    for back in range(1, min(_HISTORY, len(x) - 1) + 1):
+        torch.maximum(found[back:], x[:-back], out=found[back:])
+    return found
+
+
+def _roundoff(grads: Tensor, least: float) -> tuple[str, float]:
+    """Return the rounding that explains the distances in the first compared steps, and its unit roundoff."""
+    # of a quarter of the gradients, so that a fault in the others is not taken for rounding
+    level = torch.nanquantile(grads[:_LASTING], 0.25, dim=1)
+    level = level[~level.isnan()]
+    lowest = float(level.min()) if len(level) else 0.0
+    fits = {
+        name: roundoff for name, (roundoff, most) in ROUNDOFFS.items() if lowest <= most and roundoff >= least
+    }
+    name = next(iter(fits), [*ROUNDOFFS][-1])
+    return name, max(ROUNDOFFS[name][0], least)

@@ -1,0 +1,343 @@
+"""How far two runs are apart: relative distances of gradients and weights in each step, by projections."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from gradiometer.columns import FIRST_PROJECTION, sqrt
+from gradiometer.recorder import KINDS
+from gradiometer.runs.arrow import codes, numbers, put
+from gradiometer.runs.departure import Departure, Measured, find
+from gradiometer.stats import number
+
+if TYPE_CHECKING:
+    import re
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from gradiometer.recorder import Catalog
+    from gradiometer.runs.reader import Run
+
+PROJECTED: Final = ("grad_projections", "weight_projections")
+"""The kinds of projections."""
+
+_GRADS, _WEIGHTS = PROJECTED
+_SCHEMA: Final = KINDS[_GRADS].schema.name
+# numbers of a table that are in memory at once
+_CELLS: Final = 1 << 22
+# A gradient below this share of what is usual for its size, such as that of a bias in front of a
+# normalization, is 0 but for rounding; it is compared with this share instead of its own norm.
+_SMALL: Final = 1e-3
+_UNRELATED: Final = 0.5
+# a limit that hides a gradient of twice the size
+_BLIND: Final = 0.5
+_BRIEF: Final = "; it does not last, so an activation that takes another branch explains it, too"
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far one gradient is apart in one step.
+
+    Attributes:
+        step: the step.
+        name: such as ``w.grad``.
+        distance: its relative distance.
+        limit: the largest one that rounding explains, at most 2, that of opposite tensors.
+        ratio: the distance, divided by that of the compared step before; None if that is 0 or unknown.
+        cosine: that of the gradient in both runs.
+        weight: the relative distance of its weight; None if it is not projected.
+    """
+
+    step: int
+    name: str
+    distance: float
+    limit: float
+    ratio: float | None
+    cosine: float | None
+    weight: float | None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Distances:
+    """Relative distances between two runs, in S steps, of T parameters; projections estimate them.
+
+    A relative distance is ``norm(a - b) / max(norm(a), norm(b))``: about 1e-7 for the rounding of float32,
+    1.4 for unrelated tensors, and 2 for opposite ones. With k projections, the estimate has a relative
+    standard deviation of about ``sqrt(1 / (2 k))``, 18 % for 16. Elements that are NaN or infinite are left
+    out.
+
+    Attributes:
+        steps: the steps that are projected in both runs, ascending.
+        names: the parameters, from the model's last to its first.
+        projections: their number k, the smaller one of the two runs.
+        grads: distances of gradients, ``(S, T) float64``; NaN where a run has no finite one. Those of a
+            gradient whose norm is less than 1/1000 of what is usual for its size are relative to that.
+        cosines: those of gradients between the runs, ``(S, T) float64``.
+        weights: distances of weights, ``(S, T) float64``; None if a run has not projected them.
+        total: those of all weights together, ``(S,) float64``; None likewise.
+        rounding: what explains the distances in the first steps: ``"float32"``, ``"TF32 or float16"`` or
+            ``"bfloat16"``.
+        limits: the largest distances of gradients that rounding explains, ``(S, T) float64``.
+        departure: the first step and tensor beyond; None if there is none. `Departure` tells how it is found.
+    """
+
+    steps: tuple[int, ...]
+    names: tuple[str, ...]
+    projections: int
+    grads: Tensor
+    cosines: Tensor
+    weights: Tensor | None
+    total: Tensor | None
+    rounding: str
+    limits: Tensor
+    departure: Departure | None
+
+    @property
+    def unrelated(self) -> bool:
+        """Whether most gradients have little in common in the first compared step."""
+        cosine = float(self.cosines[0].nanmedian())
+        return bool(self.grads[0].nanmedian() > _UNRELATED and cosine < _UNRELATED)
+
+    @property
+    def verdict(self) -> str:
+        """How far the runs are apart, in one line."""
+        first, last = self.steps[0], self.steps[-1]
+        typical, one = self.grads.nanmedian(dim=1).values, self.departure
+        if self.unrelated:
+            cosine = float(self.cosines[0].nanmedian())
+            start = 0.0 if self.total is None else float(self.total[0])
+            text = f"different from the first compared step, {first:,}, on: the cosine of most gradients is "
+            text += f"{cosine:.2f}"
+            if self.total is None:
+                return text
+            if start > _UNRELATED:
+                return f"{text}, and the weights are {number(start, 2)} apart"
+            text += f", though the weights are only {number(start, 2)} apart"
+            return text + ": the batches, the random numbers or the loss differ"
+        if one is not None:
+            end = {True: "", False: _BRIEF, None: "; no later steps tell whether it lasts"}[one.lasts]
+            if one.step == first:
+                text = f"not the same up to rounding in the first compared step, {first:,}: `{one.name}` is "
+                text += f"{number(one.distance, 2)} apart, where {self.rounding} explains "
+                return f"{text}{number(one.explained, 2)}{end}"
+            text = f"the same up to rounding until step {one.step:,}; then `{one.name}` leaves it, "
+            return f"{text}{number(one.ratio, 2)} times what the steps before explain{end}"
+        if not self.grads.nan_to_num(nan=0.0).any():
+            return f"no distance in {_steps(self.steps)}: projections are equal"
+        text = f"the same up to rounding in {_steps(self.steps)}, as in {self.rounding}: "
+        text += f"most gradients are {number(float(typical[0]), 2)} apart in step {first:,}"
+        if last != first:
+            text += f", {number(float(typical[-1]), 2)} in step {last:,}"
+        # a fault that is smaller is not seen
+        blind = (self.limits.nanmedian(dim=1).values > _BLIND).nonzero()
+        if len(blind):
+            text += (
+                f"; from step {self.steps[int(blind[0])]:,} on, too far apart to tell a fault from rounding"
+            )
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values: of each step the median of the gradients, and all of the departure's step."""
+        typical = self.grads.nanmedian(dim=1).values.tolist()
+        total = None if self.total is None else list(map(_plain, self.total.tolist()))
+        return {
+            "projections": self.projections,
+            "rounding": self.rounding,
+            "steps": list(self.steps),
+            "grads": list(map(_plain, typical)),
+            "weights": total,
+            "departure": None if self.departure is None else asdict(self.departure),
+            "worst": [asdict(one) for one in self.worst()],
+        }
+
+    @property
+    def worst_step(self) -> int:
+        """The step of the departure; without one, the last compared step."""
+        return self.steps[-1] if self.departure is None else self.departure.step
+
+    def worst(self, step: int | None = None, most: int | None = 10) -> list[Apart]:
+        """Return the tensors of a compared step that are furthest beyond what rounding explains, worst first.
+
+        Args:
+            step: one of `steps`; by default `worst_step`.
+            most: the largest number of tensors; None for all.
+        """
+        row = self.steps.index(self.worst_step if step is None else step)
+        beyond = (self.grads[row] / self.limits[row]).nan_to_num(nan=-1.0)
+        order = beyond.argsort(descending=True, stable=True)[:most].tolist()
+        return [self._apart(row, i) for i in order if beyond[i] >= 0]
+
+    def _apart(self, row: int, i: int) -> Apart:
+        before = _plain(self.grads[row - 1, i]) if row else None
+        distance = float(self.grads[row, i])
+        return Apart(
+            step=self.steps[row],
+            name=KINDS["grads"].label(self.names[i]),
+            distance=distance,
+            limit=min(float(self.limits[row, i]), 2.0),
+            ratio=distance / before if before else None,
+            cosine=_plain(self.cosines[row, i]),
+            weight=None if self.weights is None else _plain(self.weights[row, i]),
+        )
+
+
+def projections_of(catalog: Catalog) -> int:
+    """Return the number of projections; 0 if there are none."""
+    return catalog.kinds[_GRADS].schema.width - FIRST_PROJECTION if _GRADS in catalog.kinds else 0
+
+
+def distances_of(a: Run, b: Run, ignore: re.Pattern[str] | None = None) -> Distances | None:
+    """Return the distances between two runs; None unless both have projected a tensor in the same step."""
+    # the first projections of more are those of fewer
+    k = min(projections_of(run.catalog) for run in (a, b))
+    if not k:
+        return None
+    names = _common_names(a.catalog, b.catalog, ignore)
+    steps = _common_steps(a, b)
+    if not names or not steps:
+        return None
+    has_weights = all(_WEIGHTS in run.catalog.kinds for run in (a, b))
+    sums = _Sums(names, has_weights=has_weights)
+    size = max(1, _CELLS // (len(names) * (FIRST_PROJECTION + k)))
+    for start in range(0, len(steps), size):
+        block = steps[start : start + size]
+        for kind in (_GRADS, _WEIGHTS)[: 1 + has_weights]:
+            sums.add(kind, *[_columns(run, kind, block, names, k) for run in (a, b)])
+    measured = sums.measured(steps, k, _roundoff(a.catalog, b.catalog))
+    found = find(measured, steps, names)
+    return Distances(
+        steps=tuple(steps),
+        names=names,
+        projections=k,
+        grads=measured.grads,
+        cosines=sums.joined("cosines"),
+        weights=sums.joined("weights") if has_weights else None,
+        total=measured.total,
+        rounding=found.rounding,
+        limits=found.limits,
+        departure=found.departure,
+    )
+
+
+class _Sums:
+    """Distances block by block."""
+
+    def __init__(self, names: Sequence[str], *, has_weights: bool) -> None:
+        self._parts: dict[str, list[Tensor]] = {}
+        self._has_weights = has_weights
+        # projected weights of the last step in each run
+        self._last = [torch.full((1, len(names), 1), math.nan, dtype=torch.float64, device="cpu")] * 2
+
+    def add(self, kind: str, a: Tensor, b: Tensor) -> None:
+        """Add a block of steps of each run, ``(s, T, 3 + k)``."""
+        p, q = a[..., FIRST_PROJECTION:], b[..., FIRST_PROJECTION:]
+        distance, norm = _rms(p - q), sqrt(torch.maximum(a[..., 1], b[..., 1]))
+        if kind == _GRADS:
+            # the usual norm of a tensor of this size, if all elements are alike
+            numel = a[..., 0].nan_to_num(nan=0.0)
+            usual = sqrt((norm * norm).nansum(1, keepdim=True) * numel / numel.sum(1, keepdim=True))
+            self._put(
+                grads=_ratio(distance, torch.maximum(norm, _SMALL * usual)),
+                own=_ratio(distance, norm),
+                cosines=(p * q).sum(-1) / sqrt((p * p).sum(-1) * (q * q).sum(-1)),
+            )
+            return
+        u, v = (
+            torch.cat([last.expand_as(x[:1]), x]).diff(dim=0)
+            for last, x in zip(self._last, (p, q), strict=True)
+        )
+        self._last = [p[-1:], q[-1:]]
+        update = torch.maximum(_rms(u), _rms(v))
+        total = [sqrt((x * x).nansum(1)) for x in (distance, norm)]
+        self._put(
+            weights=_ratio(distance, norm),
+            total=_ratio(*total),
+            updates=_ratio(_rms(u - v), update),
+            update_size=_ratio(update, norm),
+        )
+
+    def _put(self, **parts: Tensor) -> None:
+        for name, part in parts.items():
+            self._parts.setdefault(name, []).append(part)
+
+    def joined(self, name: str) -> Tensor:
+        """Return one of the distances of all steps."""
+        return torch.cat(self._parts[name])
+
+    def measured(self, steps: Sequence[int], k: int, roundoff: float) -> Measured:
+        """Return what the limits are found from."""
+        return Measured(
+            grads=self.joined("grads"),
+            own=self.joined("own"),
+            total=self.joined("total") if self._has_weights else None,
+            updates=self.joined("updates") if self._has_weights else None,
+            update_size=self.joined("update_size") if self._has_weights else None,
+            consecutive=torch.tensor(steps, device="cpu").diff(prepend=torch.tensor([steps[0] - 1])) == 1,
+            deviation=math.sqrt(2 / k),
+            roundoff=roundoff,
+        )
+
+
+def _plain(x: Tensor | float) -> float | None:
+    return value if math.isfinite(value := float(x)) else None
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"{len(steps):,} compared step{'s' if len(steps) > 1 else ''}"
+
+
+def _rms(x: Tensor) -> Tensor:
+    return sqrt((x * x).mean(-1))
+
+
+def _ratio(x: Tensor, y: Tensor) -> Tensor:
+    """Return x / y; 0 where both are 0."""
+    return (x / y).masked_fill((x == 0) & (y == 0), 0.0)
+
+
+def _common_names(a: Catalog, b: Catalog, ignore: re.Pattern[str] | None) -> tuple[str, ...]:
+    """Return the parameters of one shape in both, from the last to the first."""
+    shapes = [dict(zip(own.names, own.parameters.shapes, strict=True)) for own in (a, b)]
+    return tuple(
+        name
+        for name in reversed(a.names)
+        if shapes[0][name] == shapes[1].get(name)
+        and (ignore is None or not ignore.search(KINDS[_GRADS].label(name)))
+    )
+
+
+def _common_steps(a: Run, b: Run) -> list[int]:
+    """Return the steps whose gradients both runs have projected, ascending."""
+    found = []
+    for run in (a, b):
+        pairs = zip(run.steps["step"].to_pylist(), run.steps["kinds"].to_pylist(), strict=True)
+        found.append({step for step, kinds in pairs if _GRADS in kinds})
+    return sorted(found[0] & found[1])
+
+
+def _columns(run: Run, kind: str, steps: Sequence[int], names: Sequence[str], k: int) -> Tensor:
+    """Return the number of elements, the sum of squares, and projections, ``(s, T, 3 + k)``.
+
+    NaN where there are none, or where elements are not finite.
+    """
+    columns = ["numel", "sumsq", "n_nonfinite", *[f"p{j}" for j in range(k)]]
+    table = run.table(_SCHEMA, columns=["step", "name", *columns], kind=kind, first=steps[0], last=steps[-1])
+    found = torch.full((len(steps), len(names), len(columns)), math.nan, dtype=torch.float64, device="cpu")
+    values = torch.stack([numbers(table[name]).to(torch.float64) for name in columns], dim=1)
+    values[values[:, 2] > 0] = math.nan
+    step, wanted = numbers(table["step"]), torch.tensor(steps, device="cpu")
+    rows = torch.searchsorted(wanted, step).clamp_(max=len(steps) - 1)
+    rows[wanted[rows] != step] = -1
+    return put(found, values, (rows, codes(table["name"], {name: i for i, name in enumerate(names)})))
+
+
+def _roundoff(a: Catalog, b: Catalog) -> float:
+    """Return the largest unit roundoff of the parameters' dtypes."""
+    found = {getattr(torch, name, None) for own in (a, b) for name in own.parameters.dtypes}
+    known = [x for x in found if isinstance(x, torch.dtype) and x.is_floating_point]
+    return max([torch.finfo(x).eps / 2 for x in known], default=0.0)
