@@ -8,13 +8,21 @@ from gradiometer.distributed.calls import StateDigest, differing_calls
 from gradiometer.distributed.collectives import all_reduce, all_reduce_pair, rendezvous, share, tell
 from gradiometer.distributed.comm_hook import register_bucket_hook
 from gradiometer.distributed.implicit_ranks import given_ranks, implicit_ranks_for, sharding_here
-from gradiometer.distributed.parts import UnknownPartError, part_of
+from gradiometer.distributed.parts import UnknownPartError
 from gradiometer.distributed.process_groups import close, group_of, is_active, ranks_of, side_group
 from gradiometer.distributed.ranks import Ranks
 from gradiometer.distributed.redistribution import redistribute
 from gradiometer.distributed.rendezvous import RankError
 from gradiometer.distributed.replicas import NUM_SUMMED, divergence_text, minority
-from gradiometer.distributed.sharding import UNKNOWN, Mesh, Sharding, ShardSpec, plain_sharding, with_shards
+from gradiometer.distributed.sharding import (
+    UNKNOWN,
+    Mesh,
+    Sharding,
+    ShardSpec,
+    part_of,
+    plain_sharding,
+    with_shards,
+)
 
 __all__ = [
     "NUM_SUMMED",

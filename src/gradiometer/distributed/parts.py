@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradiometer.distributed.sharding import Sharding
-
 # ranges of indices of one dimension, each the first index and the number of indices, in memory's order
 _Ranges = list[tuple[int, int]]
 
@@ -38,23 +36,12 @@ class _Cut(NamedTuple):
     size: int
 
 
-def part_of(name: str, tensor: Tensor, what: str, sharding: Sharding | None = None) -> Part | None:
-    """Return the part of a tensor that this rank holds; None for one that is whole here.
-
-    ``what``: names the caller in error messages. ``sharding``: that of `Ranks`, if tensors are to be merged:
-    it may know plain tensors to be parts.
+def part_of_dtensor(name: str, tensor: Tensor, what: str) -> Part | None:
+    """Return the part of a DTensor that this rank holds; None for a tensor that is whole here.
 
     Raises:
         UnknownPartError: if it is not known which elements this rank holds.
     """
-    if sharding is not None:
-        if name in sharding.unplaced:
-            msg = (
-                f"{what}: {name!r} is a part of a larger tensor, as with gm.Ranks(shards=...), and it is not "
-            )
-            raise UnknownPartError(msg + "known which elements these are; pass a DTensor, or leave it out")
-        if name in sharding.parts:
-            return sharding.parts[name]
     if not is_dtensor(type(tensor)):
         return None
     given: Any = tensor

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from gradiometer.distributed import process_groups
-from gradiometer.distributed.parts import UnknownPartError, part_of
+from gradiometer.distributed.parts import UnknownPartError, part_of_dtensor
 from gradiometer.inputs import is_dtensor, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from gradiometer.inputs import Part
 
@@ -135,7 +137,7 @@ def sharding_of(names: tuple[str, ...], tensors: Sequence[Any]) -> Sharding:
             specs.append(ShardSpec(tuple(tensor.shape), dtype, mesh, cuts))
             # now, because Dynamo cannot read all placements
             with suppress(UnknownPartError):
-                parts[name] = part_of(name, tensor, "Ranks")
+                parts[name] = part_of_dtensor(name, tensor, "Ranks")
         else:
             specs.append(ShardSpec(tuple(tensor.shape), dtype))
     return Sharding(names, tuple(specs), tuple([_mesh(mesh) for mesh in meshes]), parts)
@@ -146,6 +148,25 @@ def _mesh(mesh: Any) -> Mesh:
     names = mesh.mesh_dim_names or tuple([f"dim {i}" for i in range(len(shape))])
     coordinate = mesh.get_coordinate()
     return Mesh(tuple(names), shape, None if coordinate is None else tuple(coordinate))
+
+
+def part_of(name: str, tensor: Tensor, what: str, sharding: Sharding | None = None) -> Part | None:
+    """Return the part of a tensor that this rank holds; None for one that is whole here.
+
+    ``what``: names the caller in error messages. ``sharding``: that of `Ranks`, if tensors are to be merged:
+    it may know plain tensors to be parts.
+
+    Raises:
+        UnknownPartError: if it is not known which elements this rank holds.
+    """
+    if sharding is not None:
+        if name in sharding.unplaced:
+            msg = f"{what}: {name!r} is a part of a larger tensor, as with gm.Ranks(shards=...), and it is "
+            msg += "not known which elements these are; pass a DTensor, or leave it out"
+            raise UnknownPartError(msg)
+        if name in sharding.parts:
+            return sharding.parts[name]
+    return part_of_dtensor(name, tensor, what)
 
 
 # the `shards` argument of `Ranks`: from patterns of names to the ranks that hold parts of these tensors
