@@ -268,7 +268,7 @@ class GradientAgreement(Float64Module):
         if not stats.measured:
             msg = "GradientAgreement: no parameter has a gradient; call add after each backward, before "
             raise ValueError(msg + "zero_grad()")
-        given = stats.projections.shape[1]
+        given = stats.schema.width - FIRST_PROJECTION
         if count is not None and given != count:
             msg = f"GradientAgreement: these are {given} projections, but it was created with {count}; "
             raise ValueError(msg + f"use gm.collect_projections(model, projections={count})")
