@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradiometer as gm
 from gradiometer.rules import DisagreeingRank, NotAveraged, SameData
+from support.pages import blocks
 from support.rank_models import Collectives, mesh_of
-from support.rank_pool import pool_of
+from support.rank_pool import pool_of, scripted
 from support.watching import Sink
 
 F64 = torch.float64
-NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+PAGE = "docs/how-to/gradient-agreement.md"
 
 
 def model_of(dtype=torch.float32):
@@ -266,3 +267,10 @@ def under_fsdp(rank):
         gm.GradientAgreement(model, ranks=ranks).register_comm_hook(model)
     dist.barrier()
     return found, torch.stack(pairs).mean().item()
+
+
+def test_the_file_of_the_page_runs_and_prints_what_it_says(tmp_path):
+    path = tmp_path / "file.py"
+    path.write_text(blocks(PAGE)[-1], encoding="utf-8")
+    # findings are logged, too
+    assert blocks(PAGE, "text")[0].strip() in scripted(path).splitlines()
