@@ -259,7 +259,7 @@ def test_a_monitor_in_a_loop_of_your_own():
         monitor.advance()
     assert [record.scalars["micro_batch_cosine"] for record in sink.records[:2]] == [7.0, 7.0]
     assert math.isnan(sink.records[2].scalars["micro_batch_cosine"])
-    assert [look.step for look in sink.records[2].model.agreements] == [0, 1]
+    assert [look.step for look in sink.records[2].model.agreements] == [0, 1, 2]
 
 
 def test_what_is_no_agreement_is_refused():
@@ -284,3 +284,29 @@ def test_a_failure_does_not_stop_training(monkeypatch, caplog):
     assert calls == [1]
     assert monitor.failures == {"agreement": 1}
     assert "rank 1 did not respond" in caplog.text
+
+
+@pytest.mark.usefixtures("_dynamo")
+def test_a_compiled_step_records_the_averaged_gradients():
+    torch.manual_seed(0)
+    model, sink = nn.Linear(3, 1), Sink()
+    agreement = gm.GradientAgreement(model, ranks=gm.Ranks(model))
+    with gm.Monitor(model, agreement=agreement, sinks=[sink], rules=()) as monitor:
+
+        def step(x):
+            for p in model.parameters():
+                p.grad = None
+            model(x).sum().backward()
+            agreement.add()
+            monitor.record()
+
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for _ in range(3):
+            compiled(torch.ones(2, 3))
+            assert agreement.averaged.any(dim=1).all()
+            monitor.advance()
+            assert not agreement.averaged.any()
+    assert monitor.failures == {}
+    looks = sink.records[-1].model.agreements
+    assert [look.step for look in looks] == [0, 1, 2]
+    assert {(look.rank_twins, look.differing) for look in looks} == {((0,), ())}

@@ -43,8 +43,6 @@ class AgreementReader:
 
     def end(self, step: int) -> dict[str, Tensor]:
         """End a step, and return its scalars. Waits for other ranks on the CPU, as an all-reduce does."""
-        while self._waiting and self._waiting[0].ready():
-            self.looks = (*self.looks[1 - _KEPT :], self._waiting.popleft().result())
         agreement = self.agreement
         if agreement is None:
             return {}
@@ -55,10 +53,11 @@ class AgreementReader:
             # one wait is enough
             self.agreement = None
             raise
-        if not is_due:
-            return {}
-        self._waiting.append(_copied(step, agreement, found))
-        return agreement.scalars(found)
+        if is_due:
+            self._waiting.append(_copied(step, agreement, found))
+        while self._waiting and self._waiting[0].ready():
+            self.looks = (*self.looks[1 - _KEPT :], self._waiting.popleft().result())
+        return agreement.scalars(found) if is_due else {}
 
 
 def _copied(step: int, agreement: GradientAgreement, found: GradientCosines) -> Pending[AgreementLook]:
