@@ -300,6 +300,12 @@ def test_it_keeps_nothing_in_a_state_dict():
         ({"ranks": True}, TypeError, "ranks must be gm.Ranks"),
         ({"every": 0}, ValueError, "every must be a positive integer"),
         ({"groups": "weight"}, TypeError, "rules must be a mapping"),
+        (
+            {"groups": {"a": nn.Linear(1, 1)}},
+            TypeError,
+            "GradientAgreement: the rule of group 'a' is a module",
+        ),
+        ({"groups": {"a": "("}}, ValueError, "not a regular expression"),
         ({"seed": -1}, ValueError, "seed must be an integer"),
     ],
 )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gradiometer.columns import FIRST_PROJECTION, PROJECTIONS, rows
 from gradiometer.control.gradient_cosines import GradientCosines, cosines_of, differing_of
+from gradiometer.control.noise_scale import checked_groups
 from gradiometer.distributed import Ranks, all_reduce, register_bucket_hook
 from gradiometer.inputs import named_parameters
 from gradiometer.stats import (
@@ -16,7 +17,6 @@ from gradiometer.stats import (
     ProjectionStats,
     check_projections,
     collect_projections,
-    pairs_of,
 )
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ class GradientAgreement(Float64Module):
             raise TypeError(f"GradientAgreement: ranks must be gm.Ranks(model), got {type(ranks).__name__}")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"GradientAgreement(every={every!r}): every must be a positive integer")
-        self._groups = [] if groups is None else pairs_of(groups)
+        self._groups = [] if groups is None else checked_groups(groups, "GradientAgreement")
+        # a rule that cannot be used raises here, not in a backward
+        collect_projections({}).group(self._groups)
         named = named_parameters(model, "GradientAgreement")
         self.names = ("total", *[name for name, _ in self._groups])
         self.tensors = named.names

@@ -59,6 +59,11 @@ class AgreementReader:
             self.looks = (*self.looks[1 - _KEPT :], self._waiting.popleft().result())
         return agreement.scalars(found) if is_due else {}
 
+    def release(self) -> None:
+        """Forget the agreement, which has the model."""
+        self.agreement = None
+        self._waiting.clear()
+
 
 def _copied(step: int, agreement: GradientAgreement, found: GradientCosines) -> Pending[AgreementLook]:
     projections, names, has_ranks = agreement.projections, agreement.tensors, agreement.ranks is not None

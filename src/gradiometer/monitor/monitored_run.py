@@ -107,7 +107,7 @@ class MonitoredRun:
         self._current = CurrentStep(recorder, self._pipeline, self._updates, self._failures)
         # whether a step may be skipped, and whether a graph that records steps was captured
         self._is_skip_read = self._is_captured = False
-        self._at_close: list[Callable[[], object]] = []
+        self._at_close: list[Callable[[], object]] = [self._agreements.release]
         # a monitor that is garbage-collected without close() must not lose recorded steps
         weakref.finalize(self, self._pipeline.forget).atexit = False
 
