@@ -390,6 +390,20 @@ def noise_scale(model: nn.Module) -> Tell:
     return tell
 
 
+def agreement(model: nn.Module) -> Tell:
+    agrees = gm.GradientAgreement(model, projections=8, groups={"first": r"^0\."}, ranks=gm.Ranks(model))
+
+    def tell() -> Any:
+        # the first of two micro-batches, of which the step has the sum
+        parts = [(name, 0.6 * p.grad.cos()) for name, p in model.named_parameters()]
+        agrees.add(gm.collect_projections(parts, projections=8))
+        agrees.add()
+        agrees.add_averaged()
+        return agrees.step()[1:]
+
+    return tell
+
+
 def recorded(model: nn.Module) -> Tell:
     recorder = gm.Recorder(model, capacity=3, weights=True)
 
@@ -905,6 +919,7 @@ CASES = (
     Case("WeightNormClip of units", tell=unitwise, acts=True, deep=True),
     Case("EMA", tell=smoothed, deep=True),
     Case("noise scale", tell=noise_scale),
+    Case("gradient agreement", tell=agreement),
     Case("Recorder", tell=recorded),
     Case("Recorder of stats", tell=recorded_stats, deep=True),
     Case("Monitor", tell=monitored),

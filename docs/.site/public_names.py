@@ -83,7 +83,7 @@ GROUPS = {
         "PerTensorClip",
         "WeightNormClip",
     ),
-    "Batch size": ("NoiseScale",),
+    "Batch size": ("NoiseScale", "GradientAgreement", "GradientCosines"),
     "Parametrization": ("coord_check", "CoordCheck", "CoordRow"),
     "Finiteness and AMP": (
         "check_finite",

@@ -131,6 +131,19 @@ def test_the_noise_scale():
     assert "no_sync" in accumulation
 
 
+@pytest.mark.usefixtures("_one_thread")
+def test_the_agreement_of_gradients(capsys):
+    *alone, ddp = blocks("docs/how-to/gradient-agreement.md")
+    scope = execute(*alone)
+    assert capsys.readouterr().out == "[0, 1, 0]\n"
+    assert "# [0, 1, 0]\n" in text("docs/how-to/gradient-agreement.md")
+    names = {"micro_batch_cosine", "micro_batch_cosine.first", "micro_batch_cosine.last"}
+    assert set(scope["cosines"]) == names
+    assert all(-1 <= x <= 1 for x in scope["cosines"].values())
+    # run by tests/distributed/test_ranks_agreement.py
+    assert "register_comm_hook" in ddp
+
+
 def test_clipping():
     scope = run("docs/how-to/clipping.md")
     norms = totals("runs/clipped")

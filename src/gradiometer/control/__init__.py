@@ -26,6 +26,8 @@ from gradiometer.control.coord_check import coord_check
 from gradiometer.control.coord_report import CoordCheck, CoordRow, Slope
 from gradiometer.control.finite_report import FiniteReport
 from gradiometer.control.grad_scaler import inverse_scale, is_still_scaled, share_found_inf_
+from gradiometer.control.gradient_agreement import GradientAgreement
+from gradiometer.control.gradient_cosines import GradientCosines
 from gradiometer.control.locate_nonfinite import locate_nonfinite
 from gradiometer.control.located import Located
 from gradiometer.control.noise_scale import NoiseScale
@@ -42,6 +44,8 @@ __all__ = [
     "Determinism",
     "ElementCounts",
     "FiniteReport",
+    "GradientAgreement",
+    "GradientCosines",
     "Located",
     "NoiseScale",
     "PerTensorClip",

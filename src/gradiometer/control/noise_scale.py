@@ -111,7 +111,7 @@ class NoiseScale(Float64Module):
         self.batch_size = float(batch_size)
         self.reduction = reduction
         self.ranks = ranks
-        self._groups = None if groups is None else _checked(groups)
+        self._groups = None if groups is None else checked_groups(groups, "NoiseScale")
         self.names = tuple([name for name, _ in self._groups or ()])
         self._has_hook = False
         shape = () if self._groups is None else (len(self.names),)
@@ -326,11 +326,12 @@ def _estimate(sums: Tensor, size: int, *, same_last: bool) -> tuple[Tensor, Tens
     return (mean - noise) / every, noise, every / size, own >= size
 
 
-def _checked(groups: Any) -> list[tuple[str, GroupRule]]:
+def checked_groups(groups: Any, caller: str) -> list[tuple[str, GroupRule]]:
+    """Return the rules of groups as pairs; raise an error for a rule that is a module."""
     pairs = pairs_of(groups)
     for name, rule in pairs:
         parts = rule if isinstance(rule, Collection) and not isinstance(rule, nn.Module) else [rule]
         if any([isinstance(part, nn.Module) for part in parts]):
-            msg = f"NoiseScale: the rule of group {name!r} is a module; use a pattern of parameter names"
+            msg = f"{caller}: the rule of group {name!r} is a module; use a pattern of parameter names"
             raise TypeError(msg)
     return pairs

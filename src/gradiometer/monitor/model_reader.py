@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradiometer.checks import bounded_logits, leaves_of
 from gradiometer.inputs import is_dtensor, named_parameters, without_wrappers
+from gradiometer.monitor.agreement_reader import AgreementReader
 from gradiometer.monitor.batch_reader import BatchReader
 from gradiometer.monitor.failures import Failures
 from gradiometer.monitor.initial_reader import InitialReader
@@ -41,10 +42,17 @@ class ModelReader:
     Unless the model is a module or a mapping of names to modules, only the parameters are looked at.
     """
 
-    def __init__(self, model: object, recorder: Recorder, failures: Failures | None = None) -> None:
+    def __init__(
+        self,
+        model: object,
+        recorder: Recorder,
+        failures: Failures | None = None,
+        agreements: AgreementReader | None = None,
+    ) -> None:
         self._modules = modules_of(model)
         failures = failures or Failures()
         self._batches = BatchReader({}, failures)
+        self._agreements = agreements or AgreementReader(None)
         self._initial = InitialReader()
         failures.attempt("model", self._initial.start, self._modules, recorder)
         self._parameters = recorder.parameters_tracked
@@ -109,6 +117,7 @@ class ModelReader:
             "tied": self._ties,
             "values": self._values.read(step, afresh=afresh),
             "batches": self._batches.end(step),
+            "agreements": self._agreements.looks,
             "norms": self._norms.read(step),
             "initial": self._initial.read(),
             "grad_writes": self._grad_writes(optimizers),

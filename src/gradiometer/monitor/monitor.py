@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from gradiometer.control import GradientAgreement
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
     from gradiometer.recorder import Driver, Kind
@@ -108,6 +109,8 @@ class Monitor(MonitoredRun):
             optimizers that have the shape of their parameter, such as Adam's ``exp_avg`` and ``exp_avg_sq``;
             each is a kind of that name. None: in no step. They are measured in `advance`, after the update.
         state_names: the names of these states; None: those that the optimizers' classes are known to have.
+        agreement: `gradiometer.GradientAgreement` of the model, whose steps `advance` ends: the mean cosines
+            between micro-batches and ranks become scalars, and rules tell ranks that disagree.
         keep_weights: keep a copy of the weights and buffers at the start of the step, so that a step that is
             not finite can be repeated, see `keep`; needs ``run_dir``, and ``skip_nonfinite``, which tells the
             device when to stop copying.
@@ -165,6 +168,7 @@ class Monitor(MonitoredRun):
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         states: int | None = None,
         state_names: Sequence[str] | None = None,
+        agreement: GradientAgreement | None = None,
     ) -> None:
         super().__init__(model, locals())
         self.skips = self._has_loss_scale = False
@@ -189,6 +193,7 @@ class Monitor(MonitoredRun):
             self.skips = self._has_loss_scale = True
         if torch.compiler.is_compiling():
             self._recorder.record(stats, inv_scale=inv_scale)
+            self._agreements.note()
             return
         if self._is_repeating():
             return
@@ -200,6 +205,7 @@ class Monitor(MonitoredRun):
             self._recorder.record(stats, inv_scale=inv_scale)
         except Exception as error:  # noqa: BLE001 training goes on
             self._failures.add("record", error)
+        self._failures.attempt("agreement", self._agreements.note)
 
     def total_norm(self) -> Tensor:
         """Return the total norm of the gradients that `record` has measured last, 0-d float64 on the device.
@@ -252,7 +258,9 @@ class Monitor(MonitoredRun):
         if self._is_repeating():
             return
         self._current.complete()
-        scalars = {**self._current.noted, **scalars}
+        # the rules of one rank may have ended, but an agreement needs all ranks
+        cosines = self._failures.attempt("agreement", self._agreements.end, self.step) or {}
+        scalars = {**cosines, **self._current.noted, **scalars}
         if loss is not None:
             scalars["loss"] = loss
         if lr is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.monitor import setup
+from gradiometer.monitor.agreement_reader import AgreementReader
 from gradiometer.monitor.current_step import CurrentStep, UpdateTracker
 from gradiometer.monitor.failures import Failures, is_quiet, remember_handlers
 from gradiometer.monitor.kept_steps import KeptSteps
@@ -57,6 +58,7 @@ class MonitoredRun:
         with setup.together(ranks, setup.shared_options(given)) as group:
             folder = choose_run_dir(given["run_dir"], rank, ranks, group)
             setup.check_options(given, folder)
+            self._agreements = AgreementReader(given["agreement"])
             # the only part that is used inside a compiled step, except for updates
             options = {name: given[name] for name in _OF_RECORDER.split()}
             optimizers = setup.prepare_optimizers(given["optimizer"])
@@ -77,7 +79,7 @@ class MonitoredRun:
             rules = setup.prepare_rules(given["rules"])
             sinks = setup.prepare_sinks(given["sinks"], folder, rank, is_merged=merger is not None)
         self._parameter_check = ParameterCheck(model, recorder, self._failures)
-        self._model_reader = ModelReader(model, recorder, self._failures)
+        self._model_reader = ModelReader(model, recorder, self._failures, self._agreements)
         if optimizers:
             self._model_reader.set_driver(Driver(optimizers=optimizers))
         self._updates = UpdateTracker(recorder, self._failures, is_enabled=bool(given["updates"]))
@@ -105,7 +107,7 @@ class MonitoredRun:
         self._current = CurrentStep(recorder, self._pipeline, self._updates, self._failures)
         # whether a step may be skipped, and whether a graph that records steps was captured
         self._is_skip_read = self._is_captured = False
-        self._at_close: list[Callable[[], object]] = []
+        self._at_close: list[Callable[[], object]] = [self._agreements.release]
         # a monitor that is garbage-collected without close() must not lose recorded steps
         weakref.finalize(self, self._pipeline.forget).atexit = False
 

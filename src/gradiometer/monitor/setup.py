@@ -61,6 +61,7 @@ def shared_options(given: Mapping[str, Any]) -> dict[str, Any]:
         "thresholds": repr(given["thresholds"]),
         "taps": getattr(given["taps"], "names", None),
         "kinds": described(given["kinds"]),
+        "agreement": None if given["agreement"] is None else repr(given["agreement"]),
     }
 
 

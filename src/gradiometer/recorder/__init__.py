@@ -4,6 +4,7 @@ Gradients, weights and updates of a model are recorded inside a compiled or capt
 holds them on the host. Nothing here starts a thread, accesses a disk or judges what it records.
 """
 
+from gradiometer.recorder.agreement_look import AgreementLook
 from gradiometer.recorder.batch_look import BatchLook
 from gradiometer.recorder.catalog import Catalog, Rows
 from gradiometer.recorder.kinds import KINDS, LOSS_ORDER, Kind, described, is_alike, kinds_of, label, register
@@ -30,6 +31,7 @@ __all__ = [
     "KINDS",
     "LOSS_ORDER",
     "OPTION",
+    "AgreementLook",
     "BatchLook",
     "Catalog",
     "Driver",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from gradiometer.recorder.agreement_look import AgreementLook
     from gradiometer.recorder.batch_look import BatchLook
     from gradiometer.stats.line_stats import WeightValues
 
@@ -274,6 +275,7 @@ class ModelState:
         bounded: the loss and what it is computed from in place of logits, such as ``"log_softmax of
             softmax"``, from the graph of the loss; empty if there is nothing like that.
         batches: what was seen of the batches of a few steps, in their order.
+        agreements: what micro-batches and ranks have in common in the last steps that were looked at.
         initial: the weights at the start.
         evaluating: the layers that behave differently in evaluation mode, if the model is in that mode, such
             as ``"2 BatchNorm2d, 1 Dropout"``; empty in training mode.
@@ -314,6 +316,7 @@ class ModelState:
     is_foreign_gone: bool = False
     bounded: str = ""
     batches: tuple[BatchLook, ...] = ()
+    agreements: tuple[AgreementLook, ...] = ()
     initial: InitialValues = field(default_factory=InitialValues)
 
 

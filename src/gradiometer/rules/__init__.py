@@ -10,6 +10,7 @@ number of tensors, taps or routers named in a step; ``norms``, a history that se
 """
 
 from gradiometer.rules.activations import CollapsingRouter, DeadUnits, GrowingLogits
+from gradiometer.rules.agreement import DisagreeingRank, NotAveraged, SameData
 from gradiometer.rules.attention import (
     AttentionEntropy,
     AttentionMask,
@@ -73,6 +74,7 @@ __all__ = [
     "Dead",
     "DeadUnits",
     "DecayedNorms",
+    "DisagreeingRank",
     "Epsilon",
     "EvalMode",
     "Exploding",
@@ -102,6 +104,7 @@ __all__ = [
     "NormHistory",
     "NormSpike",
     "Normalization",
+    "NotAveraged",
     "NotRegistered",
     "NotUpdated",
     "OneClass",
@@ -110,6 +113,7 @@ __all__ = [
     "Residual",
     "Rule",
     "SameBatch",
+    "SameData",
     "Severity",
     "StaleSecondMoment",
     "StateReset",

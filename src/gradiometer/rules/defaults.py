@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradiometer.rules.activations import CollapsingRouter, DeadUnits, GrowingLogits
+from gradiometer.rules.agreement import DisagreeingRank, NotAveraged, SameData
 from gradiometer.rules.attention import (
     AttentionEntropy,
     AttentionMask,
@@ -85,6 +86,9 @@ def default_rules() -> list[Rule]:
         LabelShift(),
         Padding(),
         SameBatch(),
+        SameData(),
+        DisagreeingRank(),
+        NotAveraged(),
         OneClass(),
         UnknownTokens(),
         UpdateSpike(),

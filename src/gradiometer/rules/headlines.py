@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
     "criterion", "label_shift", "padding", "same_batch", "one_class", "unknown_tokens",
-    "first_loss",
+    "same_data", "disagreeing_rank", "first_loss",
     "loop_order", "eval_mode", "untied", "not_registered", "initialization", "learning_rate", "group_lr",
     "base_not_frozen",
     "bias_correction", "high_dropout", "normalization",
     "hyperparameters", "epsilon", "state_reset", "misplaced_moments", "stale_second_moment",
-    "changed_outside", "update_bound", "replica_divergence", "crossed_zero", "nonfinite",
+    "changed_outside", "update_bound", "not_averaged", "replica_divergence", "crossed_zero", "nonfinite",
     "nonfinite_buffer", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow",
     "attention_direction",
     "attention_sum", "attention_mask", "logit_scale", "residual", "loss_spike", "norm_spike", "exploding",
@@ -54,6 +54,8 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "label_shift": _QUIET | {"update_ratio"},
     "same_batch": _QUIET | {"update_ratio"},
     "one_class": _DIVERGED | _QUIET,
+    # copies of weights part when their gradients do
+    "not_averaged": frozenset({"replica_divergence"}),
     "unknown_tokens": frozenset({"unused_rows"}),
     # logits that are too large make large gradients
     "first_loss": _DIVERGED,
