@@ -89,6 +89,25 @@ EXPONENTS: Final = {
 }
 
 
+class Projections(NamedTuple):
+    """How the projections kernel reads a chunk."""
+
+    threads: int
+    # loads of 16 bytes in flight
+    unroll: int
+    registers: int
+
+
+# elements that all threads read at a time where there are gaps
+PROJECTION_TILE: Final = 512
+# by bytes of an element
+PROJECTIONS: Final = {
+    8: Projections(threads=128, unroll=2, registers=128),
+    4: Projections(threads=128, unroll=1, registers=128),
+    2: Projections(threads=128, unroll=1, registers=128),
+}
+
+
 # all threads read a tile with four 16-byte loads each; loads cannot move across a tile's stores
 SCALE: Final = {
     torch.float64: Tiles(tile=1024, threads=128, registers=64),
