@@ -188,16 +188,20 @@ def _add_tiles(
     log = tl.load(run_ptr + 9).to(tl.int32)
     across, down = (1 << log), TILE >> log
     lanes = tl.arange(0, LANES)
+    places, indices = (), ()
+    for i in tl.static_range(TILE // LANES):
+        row, column = (i * LANES + lanes) >> log, (i * LANES + lanes) & (across - 1)
+        places = places + (row.to(tl.int64) * stride + column.to(tl.int64) * step,)
+        indices = indices + (first + row.to(tl.int64) * pitch + column.to(tl.int64) * increment,)
     for top in range(0, rows, down):
         for left in range(0, columns, across):
+            offset, start = top * stride + left * step, top * pitch + left * increment
             xs, signs = (), ()
             for i in tl.static_range(TILE // LANES):
-                place = i * LANES + lanes
-                row, column = top + (place >> log), left + (place & (across - 1))
-                mask = (row < rows) & (column < columns)
-                offs = row.to(tl.int64) * stride + column.to(tl.int64) * step
-                xs = xs + (tl.load(base + offs, mask=mask, other=0.0).to(NARROW),)
-                index = first + row.to(tl.int64) * pitch + column.to(tl.int64) * increment
+                lane = i * LANES + lanes
+                mask = ((lane >> log) < rows - top) & ((lane & (across - 1)) < columns - left)
+                xs = xs + (tl.load(base + (offset + places[i]), mask=mask, other=0.0).to(NARROW),)
+                index = start + indices[i]
                 high = (index >> 32).to(tl.uint32) * HIGH
                 signs = signs + (_hash(index.to(tl.uint32), key, added + high),)
             for i in tl.static_range(TILE // LANES):
@@ -371,7 +375,7 @@ def project(
     """Write the partials of one group's chunks, ``(N, 2 + k) float64``."""
     count = partials.shape[1] - _HEAD
     each = min(count, WORD_BITS)
-    lanes, unroll, registers = tuning.PROJECTIONS[dtype.itemsize]
+    threads, registers = tuning.PROJECTION_THREADS, tuning.PROJECTION_REGISTERS[max(each, 16)]
     _project_kernel[(num_chunks * (count // each),)](
         pointers,
         table,
@@ -384,13 +388,13 @@ def project(
         FLAT=is_flat,
         DTYPE=DTYPES[dtype],
         ITEMSIZE=dtype.itemsize,
-        LANES=lanes,
-        UNROLL=unroll,
+        LANES=threads,
+        UNROLL=tuning.PROJECTION_UNROLL[dtype.itemsize],
         TILE=tuning.PROJECTION_TILE,
         WORDS=count // each,
         K=each,
         PREDICATED=_has_ptx(partials.device),
-        **tuning.options(lanes, registers, partials.device),
+        **tuning.options(threads, registers, partials.device),
     )
 
 

@@ -89,23 +89,13 @@ EXPONENTS: Final = {
 }
 
 
-class Projections(NamedTuple):
-    """How the projections kernel reads a chunk."""
-
-    threads: int
-    # loads of 16 bytes in flight
-    unroll: int
-    registers: int
-
-
-# elements that all threads read at a time where there are gaps
+# elements that all threads of the projections kernel read at a time where there are gaps, those threads, and
+# the registers for up to 16 and up to 32 projections
 PROJECTION_TILE: Final = 512
-# by bytes of an element
-PROJECTIONS: Final = {
-    8: Projections(threads=128, unroll=2, registers=128),
-    4: Projections(threads=128, unroll=1, registers=128),
-    2: Projections(threads=128, unroll=1, registers=128),
-}
+PROJECTION_THREADS: Final = 128
+PROJECTION_REGISTERS: Final = {16: 96, 32: 128}
+# loads of 16 bytes in flight, by the bytes of an element
+PROJECTION_UNROLL: Final = {8: 2, 4: 2, 2: 1}
 
 
 # all threads read a tile with four 16-byte loads each; loads cannot move across a tile's stores
