@@ -43,9 +43,7 @@ KERNELS = (
     "projections",
 )
 # those that read tensors, and how many
-READS = dict.fromkeys(
-    ("moments", "fingerprint", "exponents", "activation", "lines", "projections"), 1
-) | {
+READS = dict.fromkeys(("moments", "fingerprint", "exponents", "activation", "lines", "projections"), 1) | {
     "pairs": 2,
     "pairs+g": 3,
 }

@@ -254,7 +254,20 @@ def _chunk_sums(
         )
     else:
         sums = _add_tiles(
-            address, first, rows, columns, run_ptr, key, added, sums, DTYPE, LANES, TILE, K, CHECKED, PREDICATED
+            address,
+            first,
+            rows,
+            columns,
+            run_ptr,
+            key,
+            added,
+            sums,
+            DTYPE,
+            LANES,
+            TILE,
+            K,
+            CHECKED,
+            PREDICATED,
         )
     sumsq, total, nonfinite, negative = sums
     projections = tl.sum(total) - 2.0 * tl.sum(_stacked(negative, K), 0)
@@ -347,9 +360,7 @@ def _merge_projections_kernel(
     sums = tl.zeros((PARTS, COLUMNS), tl.float64)
     for i in range(0, count, PARTS):
         offs = (first + i + part)[:, None] * (WIDTH - 1) + column[None, :]
-        sums += tl.load(
-            partials_ptr + offs, mask=(part < count - i)[:, None] & mask[None, :], other=0.0
-        )
+        sums += tl.load(partials_ptr + offs, mask=(part < count - i)[:, None] & mask[None, :], other=0.0)
     out = out_ptr + row * WIDTH
     if block == 0:
         tl.store(out, numel.to(tl.float64))
