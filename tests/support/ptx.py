@@ -451,9 +451,7 @@ def _aligned(addresses: np.ndarray, size: int) -> None:
 _INSTRUCTION = re.compile(r"(?:@(?P<no>!?)%(?P<guard>\w+)\s+)?(?P<name>[a-z][\w.:]*)\s*(?P<operands>.*)")
 _ADDRESS = re.compile(r"\[\s*%?(\w+)\s*(?:\+\s*(-?\d+))?\s*\]")
 # the assembler makes a predicated instruction of a branch around one
-_SKIPPED = re.compile(
-    r"\{ \.reg \.pred p; setp\.eq\.b32 p, ([^,]+), 0; @p bra skip; (add\.rn\.f64 [^;]+); skip: \}"
-)
+_SKIPPED = re.compile(r"\{ \.reg \.pred p; setp\.(eq|ne)\.b32 p, ([^,]+), 0; @p bra skip; ([^;]+); skip: \}")
 _REGISTERS = {"pred": 0, "b16": 2, "b32": 4, "b64": 8, "f32": 4, "f64": 8}
 
 
@@ -474,7 +472,7 @@ class _Translation:
         self.name = _first(r"\.entry (\w+)\(", ptx)
         self.threads = int(_first(r"\.reqntid (\d+)", ptx))
         body = re.sub(r"//[^\n]*", "", ptx[ptx.index("{", ptx.index(".entry")) + 1 :])
-        body = _SKIPPED.sub(r"setp.ne.b32 %skip0, \1, 0; @%skip0 \2;", body[: body.index("\n}")])
+        body = _SKIPPED.sub(r"setp.\1.b32 %skip0, \2, 0; @!%skip0 \3;", body[: body.index("\n}")])
         registers = re.findall(r"\.reg \.(\w+)\s+%(\w+)<\d+>;", body)
         self.widths = {prefix: _REGISTERS[kind] for kind, prefix in [*registers, ("pred", "skip")]}
         targets = set(re.findall(r"\bbra(?:\.uni)?\s+(\$\w+)", body))

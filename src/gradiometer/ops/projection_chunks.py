@@ -1,7 +1,7 @@
 """How the projections kernel reads tensors: runs of chunks, with the indices of their elements.
 
-A run is a piece of a tensor, see `gradiometer.ops.index_boxes`, which is split into chunks of the same number of
-rows and columns.
+A run is a piece of a tensor, see `gradiometer.ops.index_boxes`, which is split into chunks of the same number
+of rows and columns.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class _Known(NamedTuple):
     """What the next call with such a list can reuse.
 
     ``plan``: of addresses and tables; its chunk map's table is int64 on the host, the concatenation of
-    ``numel (T,)``, ``first_chunk (T,)``, ``num_chunks (T,)``, ``keys (T, ceil(k / 32))``, each two of 32 bits,
-    ``runs (num_runs, 13)`` and ``chunk_run (N,)``, which is int32 and followed by one or two zeros. A run:
-    tensor, offset, index of the first element, rows, columns, stride, step, pitch and increment, as in a
-    `Piece`; the logarithm of a tile's columns, rows and columns of a chunk, first chunk. The dtype of a launch
-    group is a dtype and whether elements are adjacent, in memory and in the whole tensor.
+    ``numel (T,)``, ``first_chunk (T,)``, ``num_chunks (T,)``, ``keys (T, ceil(k / 32))``, each two of 32
+    bits, ``runs (num_runs, 13)`` and ``chunk_run (N,)``, which is int32 and followed by one or two zeros. A
+    run: tensor, offset, index of the first element, rows, columns, stride, step, pitch and increment, as in a
+    `Piece`; the logarithm of a tile's columns, rows and columns of a chunk, first chunk. The dtype of a
+    launch group is a dtype and whether elements are adjacent, in memory and in the whole tensor.
     ``copied``: the tensors that are in too many pieces.
     """
 
@@ -56,10 +56,8 @@ def pack(
 ) -> tuple[packing.Pack, int]:
     """Pack tensors of one device for the kernels; return the number of runs, too.
 
-    Args:
-        tensors, names, count, seed, boxes: as for `measure_projections`.
-        sizes: elements of a chunk, chunks of a tensor at most, elements of a tile.
-        keep: as for `gradiometer.ops.packing.pack`.
+    ``sizes``: elements of a chunk, chunks of a tensor at most, elements of a tile. ``keep``: as for
+    `gradiometer.ops.packing.pack`. The rest: as for `measure_projections`.
     """
     plan = recognize(tensors) or remember(tensors)
     key = tuple(names), count, seed, tuple(boxes), sizes

@@ -143,31 +143,26 @@ def _add(
         values.copy_(segment.values)
     own = [segment.place for segment in batch]
     # the tensor of each element
-    of = places.each(own, torch.int64)
-
-    def add(row: Tensor, values: Tensor) -> None:
-        if isinstance(of, int):
-            row[of] += values.sum()
-        else:
-            row.scatter_add_(0, of, values)
-
-    numels = [0.0] * head.shape[1]
-    for place, size in zip(own, sizes, strict=True):
-        numels[place] += size
-    head[0] += torch.tensor(numels, dtype=torch.float64, device=head.device)
-    total = wide.dot(wide)
-    if not bool(total < torch.inf):
-        finite = wide.isfinite()
-        add(head[2], 1.0 - finite.to(torch.float64))
-        wide.masked_fill_(finite.logical_not_(), 0.0)
-        total = wide.dot(wide)
-    add(head[1], total if isinstance(of, int) else wide * wide)
+    place = scratch.zeros[: len(low)] if head.shape[1] == 1 else places.each(own, torch.int64)
+    if isinstance(place, int):
+        place = scratch.zeros[: len(low)] + place
+    numels = torch.tensor(sizes, dtype=torch.float64, device=head.device)
+    head[0].scatter_add_(0, torch.tensor(own, dtype=torch.int64, device=head.device), numels)
+    square = torch.mul(wide, wide, out=scratch.square[: len(low)])
+    if not bool(square.sum() < torch.inf):
+        odd = wide.isfinite().logical_not_()
+        head[2].scatter_add_(0, place, odd.to(torch.float64))
+        wide.masked_fill_(odd, 0.0)
+        square = torch.mul(wide, wide, out=square)
+    # as all sums, one element after the other: the bits depend on the tensor alone
+    head[1].scatter_add_(0, place, square)
     high: Tensor | int
-    if all([isinstance(segment.high, int) for segment in batch]):
-        high = places.each([_signed(segment.high * HIGH_FACTOR) for segment in batch], torch.int32)  # type: ignore[operator]
+    uppers = [segment.high for segment in batch if isinstance(segment.high, int)]
+    if len(uppers) == len(batch):
+        high = places.each([_signed(upper * HIGH_FACTOR) for upper in uppers], torch.int32)
     else:
         high = places.joined([torch.zeros_like(x.low) + x.high for x in batch]) * _signed(HIGH_FACTOR)
-    start = of * _BYTES if len(numels) > 1 else None
+    start = place * _BYTES if head.shape[1] > 1 else None
     for word, of_tensors in enumerate(keys):
         first, second = [
             places.each([_signed(of_tensors[i][half]) for i in own], torch.int32) for half in range(2)
@@ -186,6 +181,8 @@ class _Scratch:
     def __init__(self, device: torch.device) -> None:
         self.lows = torch.arange(_CHUNK, dtype=torch.int32, device=device)
         self.wide = torch.empty(_CHUNK, dtype=torch.float64, device=device)
+        self.square = torch.empty_like(self.wide)
+        self.zeros = torch.zeros(_CHUNK, dtype=torch.int64, device=device)
         self.octet = torch.empty(_CHUNK, dtype=torch.int64, device=device)
 
 
