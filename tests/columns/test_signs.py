@@ -1,9 +1,9 @@
 """The signs of projections are as independent as random ones: statistics with fixed seeds.
 
 For independent signs, the sum over n indices of a product of signs, divided by the square root of n, is
-close to normal: a z-score. Each test bounds the largest of its z-scores and their sum of squares so that
-ideal signs would fail with a probability below 1e-6. Controls fail: signs that are a product of one for the row and
-one for the column, and hashes that leave a round out.
+close to normal: a z-score. Each test bounds the largest of its z-scores and their sum of squares, so that
+ideal signs would fail with a probability below 1e-6. Controls fail: signs that are a product of one for the
+row and one for the column, and hashes that leave a round out.
 """
 
 from __future__ import annotations
