@@ -8,9 +8,9 @@ TRITON ?= 3.7.1
 JOBS ?= auto
 
 # test files that also run on interpreted kernels
-INTERPRETED = tests/ops/test_library.py tests/ops/test_fingerprints.py tests/ops/test_pairs.py tests/ops/test_exponents.py tests/ops/test_lines.py tests/ops/test_tap_op.py tests/test_laws.py tests/inputs/test_inputs.py tests/test_numerics.py tests/ops/test_packing.py \
+INTERPRETED = tests/ops/test_library.py tests/ops/test_fingerprints.py tests/ops/test_pairs.py tests/ops/test_exponents.py tests/ops/test_lines.py tests/ops/test_projections.py tests/ops/test_tap_op.py tests/test_laws.py tests/inputs/test_inputs.py tests/test_numerics.py tests/ops/test_packing.py \
               tests/ops/test_host_path.py tests/control/test_clip.py tests/control/test_adaptive_clip.py tests/control/test_check_finite.py tests/control/test_grad_scaler.py tests/recorder/test_recorder.py tests/recorder/test_sections.py tests/recorder/test_exponent_stores.py \
-              tests/columns/test_roots.py tests/kernels/test_compiled_kernels.py tests/kernels/test_activation_kernel.py
+              tests/columns/test_roots.py tests/kernels/test_compiled_kernels.py tests/kernels/test_activation_kernel.py tests/kernels/test_projections_kernel.py
 # of these, the ones that run on compiled kernels too, which support/ptx.py executes for each of these GPUs.
 # sm_89 has few fp64 units, and another main loop
 DEEP = $(filter deep,$(HYPOTHESIS_PROFILE))

@@ -93,6 +93,12 @@ BOUNDS = (
         for case in ("16 of 2097152", "53 of 100000", "53 of 16384", "1000 of 1000")
         for dtype in ("", " bfloat16", " float16")
     ),
+    # plain reads, `sum` in float32: at most 10 a projection
+    *(
+        Bound(case, ours, "sum", 10 * count)
+        for case in ("16 of 2097152", "53 of 100000", "1000 of 1000", "2000 of 8")
+        for ours, count in (("16 projections", 16), ("64 projections", 64))
+    ),
     Bound("step", "with collect_grads", "without", 1.1),
     Bound("busy", "collect_grads", "foreach64", 3.0),
 )
@@ -120,6 +126,9 @@ def contenders_of(model):
         "compare": lambda: gm.compare(weights, kept),
         "collect": lambda: gm.collect(grads),
         "collect_exponents": lambda: gm.collect_exponents(grads),
+        "sum": lambda: [grad.sum() for grad in grads],
+        "16 projections": lambda: gm.collect_projections(grads, projections=16),
+        "64 projections": lambda: gm.collect_projections(grads, projections=64),
         "collect both": lambda: gm.collect([*weights, *kept]),
         "collect_updates": lambda: gm.collect_updates(model, snapshot),
         "collect all three": lambda: gm.collect([*weights, *kept, *grads]),

@@ -257,6 +257,17 @@ def test_counts_by_magnitude_never_wait(device):
         assert (seen.to_host, seen.to_device) == ([], [])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_projections_never_wait(device):
+    with device_of(device) as d:
+        tensors = {name: p.detach() for name, p in Model(d, 100).named_parameters()}
+        with watch() as seen:
+            stats = gm.collect_projections(tensors)
+            values = [stats.projections, stats.estimated_norm, stats.distance(stats), stats.cosine(stats)]
+        assert {value.device.type for value in values} == {device}
+        assert (seen.op_calls, seen.to_host, seen.to_device) == (1, [], [])
+
+
 # transfers to the host
 
 

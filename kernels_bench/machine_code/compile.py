@@ -169,6 +169,17 @@ def line_launches_of(tensors: Sequence[torch.Tensor], target: str = "sm_90") -> 
     return launches
 
 
+def projection_launches_of(
+    tensors: Sequence[torch.Tensor], count: int = 16, target: str = "sm_90"
+) -> list[Launch]:
+    """Return the launches that projecting these tensors makes on such a GPU."""
+    names = [f"w{i}" for i in range(len(tensors))]
+    uses_kernels = mock.patch.object(dispatch, "uses_kernels", return_value=True)
+    with recorded_launches() as launches, launching_for(target), uses_kernels:
+        torch.ops.gradiometer.project(list(tensors), names, count, 0, [], None)
+    return launches
+
+
 def moments_launch(dtype: torch.dtype, target: str = "sm_90", *, fingerprint: bool = False) -> Launch:
     return launches_of([torch.zeros(9, dtype=dtype)], target=target, fingerprint=fingerprint)[0]
 
@@ -217,6 +228,11 @@ def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Varian
                 found.setdefault(launch.variant_of(target), Variant("exponents", dtype, "", launch))
         launch = line_launches_of([torch.zeros(9, 9, dtype=dtype)], target)[0]
         found.setdefault(launch.variant_of(target), Variant("lines", dtype, "", launch))
+        # with gaps, too
+        for count in (16, 32):
+            for x in (torch.zeros(9, 9, dtype=dtype), torch.zeros(9, 9, dtype=dtype)[:, :3]):
+                launch = projection_launches_of([x], count, target)[0]
+                found.setdefault(launch.variant_of(target), Variant("projections", dtype, "", launch))
         # of an aligned tensor; activations that are not are rare, and then the loads are narrow
         launch = activation_launch(torch.zeros(100, 1000, dtype=dtype), target)
         found.setdefault(launch.variant_of(target), Variant("activation", dtype, "", launch))

@@ -29,7 +29,7 @@ from kernels_bench.machine_code.roofline import GPUS, binding, times
 from kernels_bench.machine_code.tables import joined, markdown, show
 
 # the moments kernel without and with fingerprints, the one that merges, the same for pairs of tensors, and
-# those for counts by magnitude, for activations, and for rows and columns
+# those for counts by magnitude, for activations, for rows and columns, and for projections
 KERNELS = (
     "moments",
     "fingerprint",
@@ -40,9 +40,10 @@ KERNELS = (
     "exponents",
     "activation",
     "lines",
+    "projections",
 )
 # those that read tensors, and how many
-READS = dict.fromkeys(("moments", "fingerprint", "exponents", "activation", "lines"), 1) | {
+READS = dict.fromkeys(("moments", "fingerprint", "exponents", "activation", "lines", "projections"), 1) | {
     "pairs": 2,
     "pairs+g": 3,
 }

@@ -517,7 +517,13 @@ def test_a_graph_captures_the_kernels_that_the_warm_up_compiled(monkeypatch, ten
 
 def test_the_variants_of_a_kernel_are_told_apart():
     found = variants("sm_90", [torch.float32, torch.bfloat16])
-    names = [(variant.kernel, short(variant.dtype), variant.note) for variant in found]
+    names = [
+        (variant.kernel, short(variant.dtype), variant.note)
+        for variant in found
+        if variant.kernel != "projections"
+    ]
+    notes = [f"FLAT={flat} K={count}" for count in (16, 32) for flat in (True, False)]
+    assert [v.note for v in found if v.kernel == "projections"] == notes * 2
     reading = ("moments", "fingerprint", "exponents", "lines", "activation", "pairs", "pairs+g")
     assert names == [
         *[(kernel, dtype, "") for dtype in ("float32", "bfloat16") for kernel in reading],

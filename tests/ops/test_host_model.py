@@ -244,7 +244,7 @@ def test_gradients_that_move_before_every_recording_are_reported_once(model):
 MUTANTS = {
     "tables that eager calls keep are used in a capture": (
         packing,
-        "_packed",
+        "packed_at",
         "uploads.is_capturing(device)",
         "False",
     ),

@@ -41,7 +41,8 @@ _READS = frozenset(
 _INDEXING = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default})
 # those that measure
 _OPS = frozenset(
-    getattr(torch.ops.gradiometer, name).default for name in ("tensor_stats", "pair_stats", "exponent_stats")
+    getattr(torch.ops.gradiometer, name).default
+    for name in ("tensor_stats", "pair_stats", "exponent_stats", "project")
 )
 
 

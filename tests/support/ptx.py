@@ -107,6 +107,7 @@ _define("popc", "b32", "T", "np.bitwise_count({}).astype(u32)")
 _define("neg", "s32 s64 f32", "T", "-{}")
 _define("mad.lo", "s32 s64", "T T T", "{} * {} + {}")
 _define("mul.wide", "s32 u32", "T T", "{}.astype(W) * {}", "W")
+_define("mul.hi", "u32", "T T", "({}.astype(W) * {} >> np.uint64(32)).astype(T)")
 _define("mad.wide", "s32 u32", "T T W", "{}.astype(W) * {} + {}", "W")
 _define("rem", "s32 s64 u32 u64", "T T", "remainder({}, {})")
 _define("div", "s32 s64 u32 u64", "T T", "quotient({}, {})")
@@ -449,6 +450,8 @@ def _aligned(addresses: np.ndarray, size: int) -> None:
 
 _INSTRUCTION = re.compile(r"(?:@(?P<no>!?)%(?P<guard>\w+)\s+)?(?P<name>[a-z][\w.:]*)\s*(?P<operands>.*)")
 _ADDRESS = re.compile(r"\[\s*%?(\w+)\s*(?:\+\s*(-?\d+))?\s*\]")
+# the assembler makes a predicated instruction of a branch around one
+_SKIPPED = re.compile(r"\{ \.reg \.pred p; setp\.(eq|ne)\.b32 p, ([^,]+), 0; @p bra skip; ([^;]+); skip: \}")
 _REGISTERS = {"pred": 0, "b16": 2, "b32": 4, "b64": 8, "f32": 4, "f64": 8}
 
 
@@ -469,9 +472,9 @@ class _Translation:
         self.name = _first(r"\.entry (\w+)\(", ptx)
         self.threads = int(_first(r"\.reqntid (\d+)", ptx))
         body = re.sub(r"//[^\n]*", "", ptx[ptx.index("{", ptx.index(".entry")) + 1 :])
-        body = body[: body.index("\n}")]
+        body = _SKIPPED.sub(r"setp.\1.b32 %skip0, \2, 0; @!%skip0 \3;", body[: body.index("\n}")])
         registers = re.findall(r"\.reg \.(\w+)\s+%(\w+)<\d+>;", body)
-        self.widths = {prefix: _REGISTERS[kind] for kind, prefix in registers}
+        self.widths = {prefix: _REGISTERS[kind] for kind, prefix in [*registers, ("pred", "skip")]}
         targets = set(re.findall(r"\bbra(?:\.uni)?\s+(\$\w+)", body))
         statements = re.findall(r"\s*(?:(\$\w+):|([^;\n]+);)", body)
         self.places: dict[str, int] = {}
@@ -769,8 +772,7 @@ def executed_kernels(
     with (
         launching_for(target),
         mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(packing, "pack", noting(packing.pack)),
-        mock.patch.object(packing, "pack_pairs", noting(packing.pack_pairs)),
+        mock.patch.object(packing, "packed_at", noting(packing.packed_at)),
         mock.patch.object(dispatch, "INTERPRETED", True),
     ):
         yield launches

@@ -19,6 +19,7 @@ from gradiometer.kernels.fingerprint import NUM_FINGERPRINT_PARTIALS, finalize_f
 from gradiometer.kernels.lines import lines
 from gradiometer.kernels.moments import PARTIALS, moments
 from gradiometer.kernels.pairs import PAIR_PARTIALS, finalize_pairs, pairs
+from gradiometer.kernels.projections import merge_projections, project
 from gradiometer.kernels.scale import scale
 from gradiometer.kernels.tap_partials import merge_partials
 
@@ -40,8 +41,10 @@ __all__ = [
     "lines",
     "load_driver",
     "merge_partials",
+    "merge_projections",
     "moments",
     "pairs",
+    "project",
     "scale",
     "tuning",
 ]

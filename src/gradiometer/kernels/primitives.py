@@ -25,6 +25,7 @@ WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16}
 
 _STEP = tl.constexpr(int(Cursor.STEP))
 _EVERY = tl.constexpr(int(Cursor.EVERY))
+_PROJECT_EVERY = tl.constexpr(int(Cursor.PROJECT_EVERY))
 
 
 @triton.jit
@@ -55,6 +56,16 @@ def is_due(cursor_ptr):
     """Return whether the current step is due; see gradiometer.columns.Cursor."""
     every = tl.load(cursor_ptr + _EVERY).to(tl.int64)
     return tl.load(cursor_ptr + _STEP).to(tl.int64) % every == 0
+
+
+@triton.jit
+def is_projected(cursor_ptr):
+    """Return whether projections are due in the current step; see gradiometer.columns.Cursor."""
+    step = tl.load(cursor_ptr + _STEP).to(tl.int64)
+    every, of_them = tl.load(cursor_ptr + _EVERY), tl.load(cursor_ptr + _PROJECT_EVERY)
+    divides = step % tl.maximum(every, 1.0).to(tl.int64) == 0
+    divides &= step % tl.maximum(of_them, 1.0).to(tl.int64) == 0
+    return divides & (every > 0) & (of_them > 0)
 
 
 @triton.jit

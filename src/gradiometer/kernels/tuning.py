@@ -89,6 +89,16 @@ EXPONENTS: Final = {
 }
 
 
+# elements that all threads of the projections kernel read at a time where there are gaps, those threads, the
+# registers for up to 16 and up to 32 projections, and additional ones where there are gaps
+PROJECTION_TILE: Final = 512
+PROJECTION_THREADS: Final = 128
+PROJECTION_REGISTERS: Final = {16: 96, 32: 128}
+PROJECTION_GAP_REGISTERS: Final = 32
+# loads of 16 bytes in flight, by the bytes of an element
+PROJECTION_UNROLL: Final = {8: 2, 4: 2, 2: 1}
+
+
 # all threads read a tile with four 16-byte loads each; loads cannot move across a tile's stores
 SCALE: Final = {
     torch.float64: Tiles(tile=1024, threads=128, registers=64),

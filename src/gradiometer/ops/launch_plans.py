@@ -126,7 +126,8 @@ class LaunchPlan:
         is_ordered: whether they are also contiguous.
         cut: the chunk size, the maximum number of chunks, and the number of lists in this one (1; 2 or 3 for
             pairs), that ``chunk_map`` was made for.
-        host_plans: those of `host_plan` for a direct list, by the function that made each.
+        host_plans: those of `host_plan` for a direct list, by the function that made each, and the table of
+            projections.
         kept: tables that stay on the device.
         separate: addresses at which the tensors were last found to share no memory.
         captured: how many different lists of addresses were captured.

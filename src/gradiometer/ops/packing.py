@@ -100,7 +100,7 @@ def pack(
     if in_words and not (plan.is_ordered and all([address % WORD_BYTES == 0 for address in addresses])):
         flats = [_in_words(tensor) for tensor in tensors]
         addresses = list(map(Tensor.data_ptr, flats))
-    return _packed(plan, chunk_map, flats, addresses, keep=keep)
+    return packed_at(plan, chunk_map, flats, addresses, keep=keep)
 
 
 def pack_pairs(
@@ -139,7 +139,7 @@ def pack_pairs(
         )
         plan.kept = None
         plan.chunk_map, plan.cut = chunk_map, cut
-    return _packed(plan, chunk_map, flats, list(map(Tensor.data_ptr, flats)), keep=keep)
+    return packed_at(plan, chunk_map, flats, list(map(Tensor.data_ptr, flats)), keep=keep)
 
 
 def _together(pair: Sequence[Tensor]) -> tuple[list[Tensor], int]:
@@ -176,9 +176,10 @@ def _has_blocks(x: Tensor) -> bool:
     return x.dim() == 2 and x.stride(1) == 1 and _LEAST_BLOCK <= x.shape[1] <= _MOST_BLOCK
 
 
-def _packed(
+def packed_at(
     plan: LaunchPlan, chunk_map: ChunkMap, flats: Sequence[Tensor], addresses: list[int], *, keep: bool
 ) -> Pack:
+    """Return the input of kernels that read tensors at these addresses as the chunk map says."""
     device = plan.device
     if uploads.is_capturing(device):
         pointers, table = _captured(plan, chunk_map, addresses)
@@ -190,10 +191,14 @@ def _packed(
     return Pack(chunk_map, pointers, table, flats)
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def readable(tensor: Tensor) -> Tensor:
+    """Return a real tensor of a dtype that the kernels read, with the same numbers."""
     x = as_real(tensor)
-    if x.dtype in _WIDENED:
-        x = x.to(_WIDENED[x.dtype])
+    return x.to(_WIDENED[x.dtype]) if x.dtype in _WIDENED else x
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    x = readable(tensor)
     flat = as_flat(x)
     # memory with gaps or overlaps is copied; the copy lives until the kernels are queued
     return x.contiguous().view(-1) if flat is None else flat

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns.projections import FIRST_PROJECTION
-from gradiometer.ops import index_boxes, projection_reference
+from gradiometer.ops import index_boxes, projection_chunks, projection_reference, uploads
 from gradiometer.ops.dispatch import uses_kernels, without_grad
 from gradiometer.ops.library import REVISION, by_device, define
 from gradiometer.ops.ring import is_projected
@@ -71,7 +71,21 @@ def _by_kernels(
     boxes: Sequence[int],
     cursor: Tensor | None,
 ) -> Tensor:
-    return _by_reference(tensors, names, count, seed, boxes, cursor)
+    from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
+
+    tuning = kernels.tuning
+    sizes = tuning.CHUNK, tuning.MAX_CHUNKS, tuning.PROJECTION_TILE
+    keep = not uploads.may_warm_up()
+    packed, runs = projection_chunks.pack(tensors, names, count, seed, boxes, sizes, keep=keep)
+    chunks, table = packed.chunk_map, packed.table
+    partials = torch.empty(
+        (chunks.num_chunks, FIRST_PROJECTION - 1 + count), dtype=torch.float64, device=tensors[0].device
+    )
+    for (dtype, is_flat), first, number in chunks.groups:
+        kernels.project(
+            packed.pointers, table, partials, dtype, is_flat, first, number, len(tensors), runs, cursor
+        )
+    return kernels.merge_projections(table, partials, len(tensors), cursor)
 
 
 def _fake(tensors: Sequence[Tensor], _names: Sequence[str], count: int, *_: object) -> Tensor:
