@@ -12,7 +12,6 @@ It is what the step has inherited, whatever happened before. Three laws bound th
   elements takes another branch. Each of these changes its share of the gradient entirely, so the distance is
   about ``sqrt(max(u, W))``, in steps where an element does. Elements whose gradient is near 0 do the same to
   the updates of Adam, which depend on the sign.
-
 - A gradient that is much smaller than others of its size, such as that of a bias in front of a normalization,
   is 0 but for rounding: the terms of its sums cancel. If its norm is r times what is usual for its number of
   elements, its distance is up to ``16 u / r``.
@@ -26,8 +25,8 @@ W is the median distance of gradients; a fault is then found only if it changes 
 
 An optimizer's updates, which are differences of projected weights, are compared in the same way: with the
 distances of gradients in place of W, and not below the rounding of the weights. The limit of the first update
-has a fourth root in place of the square root, since the gradients of a tensor's elements may differ by orders
-of magnitude.
+has twice the fourth root in place of the square root, since the gradients of a tensor's elements may differ
+by orders of magnitude.
 """
 
 from __future__ import annotations
@@ -144,6 +143,7 @@ def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Foun
         power = torch.full((len(grads), 1), 0.5, dtype=drive.dtype, device="cpu")
         power[:2] = 0.25
         root = _OF_ROOT * margin * drive**power + rounded
+        root[:2] *= 2
         # of one step, updates come before the gradients
         found = {"updates": _beyond(measured.updates, drive, root, margin), **found}
     limits = of_grads[2]

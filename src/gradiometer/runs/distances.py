@@ -278,12 +278,14 @@ class _Sums:
         """Add a block of steps of each run, ``(s, T, 3 + k)``."""
         p, q = a[..., FIRST_PROJECTION:], b[..., FIRST_PROJECTION:]
         distance, norm = _rms(p - q), sqrt(torch.maximum(a[..., 1], b[..., 1]))
+        # by the projections' own norms, the distance from a multiple of a tensor is exact
+        relative = _ratio(distance, torch.maximum(_rms(p), _rms(q)))
         if kind == _GRADS:
             # the usual norm of a tensor of this size, if all elements are alike
             numel = a[..., 0].nan_to_num(nan=0.0)
             usual = sqrt((norm * norm).nansum(1, keepdim=True) * numel / numel.sum(1, keepdim=True))
             self._put(
-                grads=_ratio(distance, norm),
+                grads=relative,
                 size=norm / usual,
                 cosines=(p * q).sum(-1) / sqrt((p * p).sum(-1) * (q * q).sum(-1)),
             )
@@ -296,7 +298,7 @@ class _Sums:
         update = torch.maximum(_rms(u), _rms(v))
         total = [sqrt((x * x).nansum(1)) for x in (distance, norm)]
         self._put(
-            weights=_ratio(distance, norm),
+            weights=relative,
             total=_ratio(*total),
             updates=_ratio(_rms(u - v), update),
             update_size=_ratio(update, norm),
