@@ -393,7 +393,7 @@ def test_noise_of_1000_tensors_stays_below_25_mb(tmp_path_factory, tmp_path, kin
 def test_a_long_line_keeps_its_extremes():
     values = torch.rand(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values[777], values[54_321], values[99_999] = 50.0, -50.0, math.nan
-    line = data._line(torch.arange(100_000), values, values.isnan())
+    line = data.line_of(torch.arange(100_000), values, values.isnan())
     assert len(line["x"]) <= data.MOST_POINTS + 1
     assert (line["x"][-1], line["y"][-1]) == (99_999, None)
     assert line["x"] == sorted(line["x"])
@@ -420,9 +420,9 @@ def test_the_limit_of_the_clip_is_a_line_of_its_own(tmp_path):
 def test_a_line_has_a_gap_where_a_value_is_not_finite_and_none_where_there_was_no_value():
     values = torch.tensor([1.0, math.nan, 2.0, math.nan, math.inf, 3.0, math.nan], dtype=torch.float64)
     bad = torch.tensor([False, False, False, True, True, False, True])
-    line = data._line(10 * torch.arange(7), values, bad)
+    line = data.line_of(10 * torch.arange(7), values, bad)
     assert line == {"x": [0, 20, 30, 50, 60], "y": [1.0, 2.0, None, 3.0, None]}
-    assert data._line(torch.arange(1), torch.tensor([math.nan]), torch.tensor([True])) == {"x": [], "y": []}
+    assert data.line_of(torch.arange(1), torch.tensor([math.nan]), torch.tensor([True])) == {"x": [], "y": []}
 
 
 def test_ranges_are_exact_while_they_are_few_and_cover_all_when_they_are_many():
@@ -534,7 +534,9 @@ def test_two_runs_are_one_page_that_says_where_they_first_differ(tmp_path):
     statistics = ("norm", "abs_max", "zero_fraction")
     assert ids == [f"{k}-grads-{name}" for k in (0, 1) for name in statistics]
     same = whole(write_page(a, tmp_path / "same.html", other=a))["differ"]
-    assert same == {"same": True, "common": 20, "step": None, "first": [], "more": 0, "bits": ""}
+    assert same == {"same": True, "common": 20, "step": None, "first": [], "more": 0} | dict.fromkeys(
+        ("bits", "apart"), ""
+    ) | {"distances": None}
 
 
 def test_the_page_of_two_runs_has_the_verdict_on_their_bits(tmp_path):

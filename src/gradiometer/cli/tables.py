@@ -273,7 +273,7 @@ def _apart(found: Comparison, top: int | None) -> Iterable[RenderableType]:
         return
     one = distances.departure
     yield text("")
-    style = "bold red" if one or distances.unrelated else "green"
+    style = "bold red" if distances.unrelated or (one and one.lasts) else "yellow" if one else "green"
     yield text((f"{apart}.", style), f" Estimated from {distances.projections} projections.")
     head = [">distance", ">rounding explains", ">the step before", ">cosine", ">its weight"]
     table = grid(["", f"in step {distances.worst_step:,}", *head])

@@ -10,6 +10,9 @@ from gradiometer.recorder import KINDS, OPTION
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from gradiometer.runs.distances import Distances
 
 
@@ -209,6 +212,24 @@ class Comparison:
             if is_set and one is not None and change.step <= one.step:
                 return f"{text}; `{change.name}` differs from step {change.step:,} on"
         return text
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """Draw the distances of gradients over steps with matplotlib, and return the figure.
+
+        The gradients that are furthest beyond what rounding explains are drawn, the one of the departure in
+        bold, with its limit, and the distance of all weights.
+
+        Args:
+            ax: the axes to draw on; by default those of a new figure.
+
+        Raises:
+            ImportError: without matplotlib; ``pip install 'gradiometer[plot]'`` installs it.
+            ValueError: if there are no distances; `apart` tells why.
+        """
+        if self.distances is None:
+            msg = f"Comparison.plot: {self.apart or 'all bits are equal'}; there is nothing to draw"
+            raise ValueError(msg)
+        return self.distances.plot(ax)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; of the distances, those of the departure and each step's median."""

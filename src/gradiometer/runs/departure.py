@@ -3,7 +3,7 @@
 Two runs that differ only by rounding, as by another kernel, layout or order of summation, drift apart: a
 difference of weights makes one of gradients, and that one of the next weights. All distances here are
 relative: ``norm(a - b) / max(norm(a), norm(b))``. In a step, let W be the distance of all weights together.
-It is what the step has inherited, whatever happened before. Two laws bound the distance of a gradient:
+It is what the step has inherited, whatever happened before. Three laws bound the distance of a gradient:
 
 - It is about L * max(u, W), where u is the unit roundoff of the computation and L the sensitivity of that
   gradient. L changes little from step to step, so the last 10 compared steps tell it: this step explains
@@ -12,16 +12,21 @@ It is what the step has inherited, whatever happened before. Two laws bound the 
   elements takes another branch. Each of these changes its share of the gradient entirely, so the distance is
   about ``sqrt(max(u, W))``, in steps where an element does. Elements whose gradient is near 0 do the same to
   the updates of Adam, which depend on the sign.
+- A gradient that is much smaller than others of its size, such as that of a bias in front of a normalization,
+  is 0 but for rounding: the terms of its sums cancel. If its norm is r times what is usual for its number of
+  elements, its distance is up to ``16 u / r``.
 
-The limit of a distance is ``max(3 H, 2.4 sqrt(max(u, W)))``, times ``1 + 2 sqrt(2 / k)``, 1.7 for the
-deviation of estimates from 16 projections. Both laws must be broken, in the step and in the next two
-compared steps; if not in those, it may still be an element that takes another branch, and the departure does
-not last. u is the smallest of 2**-24 (float32), 2**-11 (TF32, float16) and 2**-8 (bfloat16) that explains
-the distances of most gradients in the first steps. Without projections of weights, W is the median distance
-of gradients; a fault is then found only if it changes less than half of them.
+The limit of a distance is ``max(3 H, 2.4 sqrt(max(u, W)), 16 u / r)``, times ``1 + 2 sqrt(2 / k)`` for the
+deviation of estimates, 1.7 for 16 projections. A distance leaves what rounding explains if it is beyond the
+limit in a step, and one is in each of the next two compared steps; if it does not last, it may be an element
+that takes another branch. u is the smallest of 2**-24 (float32), 2**-11 (TF32, float16) and 2**-8 (bfloat16)
+that explains the distances of a quarter of the gradients in the first steps. Without projections of weights,
+W is the median distance of gradients; a fault is then found only if it changes less than half of them.
 
 An optimizer's updates, which are differences of projected weights, are compared in the same way: with the
-distances of gradients in place of W, and not below the rounding of the weights.
+distances of gradients in place of W, and not below the rounding of the weights. The limit of the first update
+has twice the fourth root in place of the square root, since the gradients of a tensor's elements may differ
+by orders of magnitude.
 """
 
 from __future__ import annotations
@@ -41,13 +46,14 @@ if TYPE_CHECKING:
 # compared steps that tell what is usual, and those in which a distance must stay beyond its limit
 _HISTORY: Final = 10
 _LASTING: Final = 3
-# factors of the two laws
+# factors of the three laws
 _OF_HISTORY: Final = 3.0
 _OF_ROOT: Final = 2.4
+_OF_TERMS: Final = 16.0
 # unit roundoffs, and the largest distance of most gradients that each explains
 ROUNDOFFS: Final = {
     "float32": (2.0**-24, 2e-5),
-    "TF32 or float16": (2.0**-11, 5e-3),
+    "TF32 or float16": (2.0**-11, 2e-3),
     "bfloat16": (2.0**-8, 0.25),
 }
 
@@ -57,7 +63,7 @@ class Measured(NamedTuple):
 
     Attributes:
         grads: ``(S, T)``, NaN where there is none.
-        own: the same, but always relative to the gradients' own norms.
+        size: norms of gradients, relative to what is usual for their numbers of elements, ``(S, T)``.
         total: of all weights together, ``(S,)``; None if they are not projected.
         updates: of the updates since the compared step before, ``(S, T)``; None likewise.
         update_size: the norm of these updates, relative to that of the weights, ``(S, T)``; None likewise.
@@ -67,7 +73,7 @@ class Measured(NamedTuple):
     """
 
     grads: Tensor
-    own: Tensor
+    size: Tensor
     total: Tensor | None
     updates: Tensor | None
     update_size: Tensor | None
@@ -88,7 +94,8 @@ class Departure:
         distance: its relative distance.
         explained: the distance that the compared steps before explain; in the first one, the limit.
         ratio: ``distance / explained``.
-        lasts: whether it is beyond its limit in the next two compared steps, too; None if there are none.
+        lasts: whether a distance is beyond its limit in each of the next two compared steps, too; None if
+            there are fewer.
     """
 
     step: int
@@ -120,17 +127,23 @@ def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Foun
     rounding, roundoff = _roundoff(grads, measured.roundoff)
     inherited = grads.nanmedian(dim=1).values if measured.total is None else measured.total
     inherited = inherited.nan_to_num(nan=0.0).clamp(min=roundoff)[:, None]
-    of_grads = _beyond(grads, inherited, _OF_ROOT * margin * inherited.sqrt(), margin)
+    # of a gradient that is 0 but for rounding, the terms of its sums round
+    small = _OF_TERMS * roundoff / measured.size.nan_to_num(nan=1.0)
+    of_grads = _beyond(grads, inherited, margin * torch.maximum(_OF_ROOT * inherited.sqrt(), small), margin)
     found = {"grads": of_grads}
     if measured.updates is not None and measured.update_size is not None:
-        own = measured.own.nan_to_num(nan=0.0).clamp(min=roundoff)
+        own = grads.nan_to_num(nan=0.0).clamp(min=roundoff)
         before = own.roll(1, 0)
         before[0] = roundoff
         # of a step that was not compared, the gradients are not known
         drive = _recent(torch.where(measured.consecutive[:, None], before, torch.maximum(own, before)))
         # an update of 0 has no direction
         rounded = 4 * measured.roundoff / measured.update_size.nan_to_num(nan=0.0)
-        root = _OF_ROOT * margin * drive.sqrt() + rounded
+        # of the first update, what is usual is not known
+        power = torch.full((len(grads), 1), 0.5, dtype=drive.dtype, device="cpu")
+        power[:2] = 0.25
+        root = _OF_ROOT * margin * drive**power + rounded
+        root[:2] *= 2
         # of one step, updates come before the gradients
         found = {"updates": _beyond(measured.updates, drive, root, margin), **found}
     limits = of_grads[2]

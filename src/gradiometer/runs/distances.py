@@ -12,12 +12,15 @@ from gradiometer.columns import FIRST_PROJECTION, sqrt
 from gradiometer.recorder import KINDS
 from gradiometer.runs.arrow import codes, numbers, put
 from gradiometer.runs.departure import Departure, Measured, find
-from gradiometer.stats import number
+from gradiometer.stats import INK, new_axes, number
+from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     import re
     from collections.abc import Sequence
 
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from torch import Tensor
 
     from gradiometer.recorder import Catalog
@@ -30,13 +33,9 @@ _GRADS, _WEIGHTS = PROJECTED
 _SCHEMA: Final = KINDS[_GRADS].schema.name
 # numbers of a table that are in memory at once
 _CELLS: Final = 1 << 22
-# A gradient below this share of what is usual for its size, such as that of a bias in front of a
-# normalization, is 0 but for rounding; it is compared with this share instead of its own norm.
-_SMALL: Final = 1e-3
 _UNRELATED: Final = 0.5
 # a limit that hides a gradient of twice the size
 _BLIND: Final = 0.5
-_BRIEF: Final = "; it does not last, so an activation that takes another branch explains it, too"
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,7 @@ class Distances:
         steps: the steps that are projected in both runs, ascending.
         names: the parameters, from the model's last to its first.
         projections: their number k, the smaller one of the two runs.
-        grads: distances of gradients, ``(S, T) float64``; NaN where a run has no finite one. Those of a
-            gradient whose norm is less than 1/1000 of what is usual for its size are relative to that.
+        grads: distances of gradients, ``(S, T) float64``; NaN where a run has no finite one.
         cosines: those of gradients between the runs, ``(S, T) float64``.
         weights: distances of weights, ``(S, T) float64``; None if a run has not projected them.
         total: those of all weights together, ``(S,) float64``; None likewise.
@@ -119,20 +117,26 @@ class Distances:
                 return f"{text}, and the weights are {number(start, 2)} apart"
             text += f", though the weights are only {number(start, 2)} apart"
             return text + ": the batches, the random numbers or the loss differ"
-        if one is not None:
-            end = {True: "", False: _BRIEF, None: "; no later steps tell whether it lasts"}[one.lasts]
+        if one is not None and one.lasts:
             if one.step == first:
-                text = f"not the same up to rounding in the first compared step, {first:,}: `{one.name}` is "
-                text += f"{number(one.distance, 2)} apart, where {self.rounding} explains "
-                return f"{text}{number(one.explained, 2)}{end}"
+                text = (
+                    f"not the same up to rounding from the first compared step, {first:,}, on: `{one.name}` "
+                )
+                text += f"is {number(one.distance, 2)} apart, where {self.rounding} explains "
+                return text + number(one.explained, 2)
             text = f"the same up to rounding until step {one.step:,}; then `{one.name}` leaves it, "
-            return f"{text}{number(one.ratio, 2)} times what the steps before explain{end}"
+            return f"{text}{number(one.ratio, 2)} times what the steps before explain"
         if not self.grads.nan_to_num(nan=0.0).any():
             return f"no distance in {_steps(self.steps)}: projections are equal"
         text = f"the same up to rounding in {_steps(self.steps)}, as in {self.rounding}: "
         text += f"most gradients are {number(float(typical[0]), 2)} apart in step {first:,}"
         if last != first:
             text += f", {number(float(typical[-1]), 2)} in step {last:,}"
+        if one is not None:
+            few = f"`{one.name}` is {number(one.distance, 2)} apart in step {one.step:,}, "
+            few += f"{number(one.ratio, 2)} times what is explained before it, and "
+            few += "too few steps follow to tell" if one.lasts is None else "this does not last"
+            text += f"; {few}: a fault, or an activation near 0 that changed sign"
         # a fault that is smaller is not seen
         blind = (self.limits.nanmedian(dim=1).values > _BLIND).nonzero()
         if len(blind):
@@ -140,6 +144,43 @@ class Distances:
                 f"; from step {self.steps[int(blind[0])]:,} on, too far apart to tell a fault from rounding"
             )
         return text
+
+    def drawn(self, most: int = 12) -> list[int]:
+        """Return the columns of the tensors to draw: the one of the departure first, then the worst."""
+        beyond = (self.grads / self.limits).nan_to_num(nan=0.0)
+        order = beyond.amax(dim=0).argsort(descending=True, stable=True).tolist()
+        if self.departure is not None:
+            labels = [self.departure.name.rpartition(".")[0] == name for name in self.names]
+            order.sort(key=lambda i: not labels[i])
+        return order[:most]
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """Draw the distances of gradients over steps, as `Comparison.plot` documents."""
+        (axes,) = new_axes(1, 8, 4) if ax is None else (ax,)
+        first, *others = self.drawn()
+        # a logarithmic axis has no 0
+        logs = torch.where(self.grads > 0, self.grads, math.nan)
+        for k, i in enumerate(others):
+            axes.plot(self.steps, logs[:, i], color="0.7", lw=0.8, label=None if k else "other gradients")
+        limit = self.limits[:, first].clamp(max=2.0)
+        axes.plot(self.steps, limit, color="#8f5a00", lw=1.2, ls="--", label="rounding explains")
+        if self.total is not None:
+            total = torch.where(self.total > 0, self.total, math.nan)
+            axes.plot(self.steps, total, color="0.3", lw=1, ls=":", label="all weights")
+        label = printable(KINDS["grads"].label(self.names[first]))
+        axes.plot(self.steps, logs[:, first], color=INK, lw=1.8, label=label)
+        if self.departure is not None and self.departure.lasts:
+            axes.axvline(self.departure.step, color="#b3261e", lw=1)
+        axes.set_yscale("log")
+        axes.set_xlabel("step")
+        axes.set_ylabel("relative distance")
+        axes.grid(visible=True, alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        legend = axes.legend(fontsize=8, framealpha=0.6)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+        figure: Any = axes.figure
+        return figure  # type: ignore[no-any-return]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values: of each step the median of the gradients, and all of the departure's step."""
@@ -237,13 +278,15 @@ class _Sums:
         """Add a block of steps of each run, ``(s, T, 3 + k)``."""
         p, q = a[..., FIRST_PROJECTION:], b[..., FIRST_PROJECTION:]
         distance, norm = _rms(p - q), sqrt(torch.maximum(a[..., 1], b[..., 1]))
+        # by the projections' own norms, the distance from a multiple of a tensor is exact
+        relative = _ratio(distance, torch.maximum(_rms(p), _rms(q)))
         if kind == _GRADS:
             # the usual norm of a tensor of this size, if all elements are alike
             numel = a[..., 0].nan_to_num(nan=0.0)
             usual = sqrt((norm * norm).nansum(1, keepdim=True) * numel / numel.sum(1, keepdim=True))
             self._put(
-                grads=_ratio(distance, torch.maximum(norm, _SMALL * usual)),
-                own=_ratio(distance, norm),
+                grads=relative,
+                size=norm / usual,
                 cosines=(p * q).sum(-1) / sqrt((p * p).sum(-1) * (q * q).sum(-1)),
             )
             return
@@ -255,7 +298,7 @@ class _Sums:
         update = torch.maximum(_rms(u), _rms(v))
         total = [sqrt((x * x).nansum(1)) for x in (distance, norm)]
         self._put(
-            weights=_ratio(distance, norm),
+            weights=relative,
             total=_ratio(*total),
             updates=_ratio(_rms(u - v), update),
             update_size=_ratio(update, norm),
@@ -273,7 +316,7 @@ class _Sums:
         """Return what the limits are found from."""
         return Measured(
             grads=self.joined("grads"),
-            own=self.joined("own"),
+            size=self.joined("size"),
             total=self.joined("total") if self._has_weights else None,
             updates=self.joined("updates") if self._has_weights else None,
             update_size=self.joined("update_size") if self._has_weights else None,

@@ -48,7 +48,7 @@ function chart({ title, lines, log, height, shapes = [], id, caption = "" }) {
   }
   for (const step of stepTicks()) area.append(svg("line", { class: "grid", x1: inner(step), x2: inner(step), y1: 0, y2: plot }));
   area.append(...shapes.map(({ step, ...kind }) => svg("line", { x1: inner(step), x2: inner(step), y1: 0, y2: plot, ...kind })));
-  for (const { x, y, ink, dash, label } of lines) {
+  for (const { x, y, ink, dash, label, quiet } of lines) {
     let line = "", dots = "", bad = "";
     for (let k = 0; k < x.length; k++) {
       const place = inner(x[k]).toFixed(1);
@@ -56,10 +56,10 @@ function chart({ title, lines, log, height, shapes = [], id, caption = "" }) {
       else {
         const before = y[k - 1] ?? null, point = `${place} ${at(y[k]).toFixed(1)}`;
         line += `${before === null ? "M" : "L"}${point}`;
-        if ((x.length <= 80 && !label) || (log && y[k] === 0) || (before === null && (y[k + 1] ?? null) === null)) dots += `M${point}h0`;
+        if ((x.length <= 80 && !label && !quiet) || (log && y[k] === 0) || (before === null && (y[k + 1] ?? null) === null)) dots += `M${point}h0`;
       }
     }
-    area.append(svg("path", { class: label ? "line ceiling" : "line", d: line, stroke: `var(--${ink})`, ...(dash ? { "stroke-dasharray": dash } : {}) }));
+    area.append(svg("path", { class: label ? "line ceiling" : quiet ? "line quiet" : "line", d: line, stroke: `var(--${ink})`, ...(dash ? { "stroke-dasharray": dash } : {}) }));
     if (label) area.append(svg("text", { class: "ceiling-label", x: frame.width - 4, y: at(y.at(-1)) + (at(y.at(-1)) < 16 ? 13 : -5) }, label));
     if (dots) area.append(svg("path", { class: "dots", d: dots, stroke: `var(--${ink})` }));
     if (bad) area.append(svg("path", { class: "dots bad", d: bad, stroke: "var(--broken)" }));
@@ -72,7 +72,7 @@ function chart({ title, lines, log, height, shapes = [], id, caption = "" }) {
   // shows the values at the pointer
   made.show = (step) => {
     for (const end of ["x1", "x2"]) cross.setAttribute(end, step === null ? -9 : inner(step));
-    readout.textContent = step === null ? "" : lines.filter(({ x, label }) => x.length && !label).map(({ x, y, mark }) => {
+    readout.textContent = step === null ? "" : lines.filter(({ x, label, quiet }) => x.length && !label && !quiet).map(({ x, y, mark }) => {
       let [from, to] = [0, x.length - 1]; // the last point up to the step
       while (from < to) {
         const middle = (from + to + 1) >> 1;
@@ -119,12 +119,19 @@ function drawOverview() {
   const order = { loss: 0, lr: 1 };
   words.sort((a, b) => (order[a] ?? 2) - (order[b] ?? 2));
   const scalars = words.map((name) => [name, lined(data.runs.map((run) => run.scalars.find((one) => one.name === name) ?? {}))]).filter(([, lines]) => lines.length);
+  const apart = data.differ?.distances;
+  if (apart) {
+    const others = apart.others.map((line) => ({ ...line, ink: "soft", quiet: true }));
+    const lines = [...others, { ...apart.limit, ink: "skipped", dash: "6 3", mark: "rounding" }, { ...apart.line, ink: "norm", mark: cut(apart.name, 40) }];
+    const marks = apart.step === null ? [] : [{ step: apart.step, class: "differ" }];
+    drawn.push({ title: "relative distance of gradients between A and B", lines, log: true, shapes: marks, caption: `${cut(apart.name, 60)}, other gradients (grey), and what rounding explains (dashed)` });
+  }
   if (norm.length || !scalars.length) drawn.push({ title: "total gradient norm", lines: norm, log: norm.some(({ y }) => y.some((value) => value > 0)),
     caption: clipped ? `clipped in ${whole(clipped[0])} of ${plural(clipped[1], "step")}` : "" });
   // a noise scale is a ratio, and is compared by factors
   for (const [title, lines] of scalars) drawn.push({ title, lines, log: isWild(lines, title.startsWith("noise_scale") ? 0 : 50) });
   // the first three are higher than the others
-  const charts = drawn.map((one, k) => chart({ ...one, shapes, height: k < 3 ? 120 : 84 }));
+  const charts = drawn.map((one, k) => chart({ shapes, ...one, height: k < 3 ? 120 : 84 }));
   const rows = [["findings", page.findings], ["not finite", page.nonfinite, "broken"], ["skipped", page.skipped, "skipped"]];
   $("overview").replaceChildren(...charts, strips(rows.filter(([, all]) => all.length)));
   $("overview").dataset.range = xRange().join(" ");

@@ -98,12 +98,12 @@ def page_of(run: Run) -> Page:
             for name in ("vanishing", "exploding", "dead")
         },
         "range": [int(step[0]), int(step[-1])] if len(step) else None,
-        "norm": _line(step, norm, bad_norm, most),
+        "norm": line_of(step, norm, bad_norm, most),
         # a limit of infinity clips nothing, and is not drawn
-        "limit": _line(step, limit[0].where(limit[1], torch.nan), torch.zeros_like(has_norm), most),
+        "limit": line_of(step, limit[0].where(limit[1], torch.nan), torch.zeros_like(has_norm), most),
         "clipped": [int((factor[0][factor[1]] < 1).sum()), int(factor[1].sum())] if factor[1].any() else None,
         "scalars": [
-            {"name": name, **_line(step, value, given & ~value.isfinite(), most)}
+            {"name": name, **line_of(step, value, given & ~value.isfinite(), most)}
             for name, (value, given) in drawn.items()
         ],
         "more_scalars": max(0, len(scalars) - MOST_SCALARS),
@@ -186,7 +186,7 @@ def _scalars(run: Run) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: _numbers([row.get(name) for row in rows]) for name in names}
 
 
-def _line(step: Tensor, values: Tensor, bad: Tensor, most: int = MOST_POINTS) -> dict[str, list[Any]]:
+def line_of(step: Tensor, values: Tensor, bad: Tensor, most: int = MOST_POINTS) -> dict[str, list[Any]]:
     """Return the points of a line: all finite ones, or the minimum and maximum of each group if too many.
 
     Args:

@@ -133,6 +133,7 @@ function drawHeader() {
   const first = differ.first.map((name) => cut(name, 80)).join(", ") + (differ.more ? `, and ${whole(differ.more)} more` : "");
   $("runs-note").replaceChildren(...keys, differ.step !== null ? `The runs first differ at step ${whole(differ.step)}: ${first}`
     : `No recorded value differs in ${plural(differ.common, "common step")}${differ.same || differ.bits ? "." : ", but the runs do not have the same tensors or steps."}`,
+    ...(differ.apart ? [element("br"), cut(`${differ.apart[0].toUpperCase()}${differ.apart.slice(1)}.`, 400)] : []),
     ...(differ.bits ? [element("br"), cut(`${differ.bits[0].toUpperCase()}${differ.bits.slice(1)}.`, 200)] : []));
 }
 // Shows the map, the findings and the table of the other run, with the same selection.

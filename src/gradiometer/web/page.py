@@ -13,14 +13,22 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
+from gradiometer.recorder import KINDS
 from gradiometer.runs import Run, compared, read_run
 from gradiometer.version import __version__
-from gradiometer.web.data import page_of
+from gradiometer.web.data import line_of, page_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
+    from gradiometer.runs.distances import Distances
+
 MOST_NAMES: Final = 3  # of what differs first
+MOST_DISTANCES: Final = 1000  # points of a line
 
 # in this order; on the page they form one function, and the last lines of page.js start it
 _SCRIPTS: Final = ("state", "cells", "rows", "map", "charts", "exponents", "lists", "link", "page")
@@ -80,9 +88,29 @@ def contents(runs: Sequence[Run]) -> tuple[dict[str, Any], dict[str, str]]:
             "first": [d.name for d in found.first[:MOST_NAMES]],
             "more": max(0, len(found.first) - MOST_NAMES),
             "bits": "" if found.not_compared else found.verdict,
+            "apart": found.apart if found.distances else "",
+            "distances": None if found.distances is None else _distances(found.distances),
         }
     numbered = enumerate(page.matrices.items() for page in pages)
     return values, {f"{k}-{name}": code for k, matrices in numbered for name, code in matrices}
+
+
+def _distances(found: Distances) -> dict[str, Any]:
+    """Return the lines of the chart of distances: the gradient to look at first, its limit, and others."""
+    steps, one = torch.tensor(found.steps, device="cpu"), found.departure
+    first, *others = found.drawn()
+
+    def line(values: Tensor) -> dict[str, list[Any]]:
+        # NaN, where a run has none, is not drawn
+        return line_of(steps, values, torch.zeros(len(steps), dtype=torch.bool, device="cpu"), MOST_DISTANCES)
+
+    return {
+        "name": KINDS["grads"].label(found.names[first]),
+        "step": one.step if one is not None and one.lasts else None,
+        "line": line(found.grads[:, first]),
+        "limit": line(found.limits[:, first].clamp(max=2.0)),
+        "others": [line(found.grads[:, i]) for i in others],
+    }
 
 
 def document(values: dict[str, Any], matrices: dict[str, str]) -> bytes:
