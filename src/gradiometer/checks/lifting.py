@@ -1,0 +1,210 @@
+"""Run operators in float64: a dispatch mode that casts their inputs, and casts inside the model."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradiometer.checks.random_replay import ReplayError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gradiometer.control.step_copy import StepCopy
+
+# dtypes of 8 bits stay: a cast to these is a quantization with scales of its own
+WIDE: Final = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+_WIDEST: Final = frozenset(WIDE.values())
+# not views, although their schemas say so: torch.tensor() ends with it
+_NEW: Final = ("aten::lift_fresh",)
+_UNSCALE: Final = "aten::_amp_foreach_non_finite_check_and_unscale_"
+# compute no gradients
+_QUIET: Final = ("aten::_amp_update_scale_",)
+
+
+class Lifting(TorchDispatchMode):
+    """Casts the floating-point inputs of operators to float64, those that are complex to complex128.
+
+    A cast to a narrower dtype gives float64, and so do factories. Views of narrower tensors stay views; the
+    operator that reads one gets it in float64. An operator in place on a narrower tensor, which was there
+    before, writes to a copy that is used in its place from then on: the tensor itself keeps its values.
+
+    An operator that raises an error for float64 runs in a narrower dtype, and its results are cast.
+
+    ``kept``: keeps what operators write in other dtypes, such as counters. ``dtypes``: those that an operator
+    without float64 is tried in.
+
+    Attributes:
+        narrow: operators that ran in a narrower dtype, and that dtype.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: StepCopy, dtypes: Sequence[torch.dtype]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.narrow: dict[str, torch.dtype] = {}
+        self._kept = kept
+        self._dtypes = dtypes
+        # copies of storages in float64, by storage and dtype; the storages are kept so that keys stay valid
+        self._twins: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # a subclass with operators of its own calls others, which come here
+        if any([kind not in {Tensor, torch.nn.Parameter, torch.nn.Buffer} for kind in types]):
+            return NotImplemented
+        name = _name(func)
+        if getattr(func, "is_view", False) and name not in _NEW:
+            return func(*args, **kwargs)
+        # by the identity of the tensor that is written in place of it
+        written: dict[int, Tensor] = {}
+
+        def wide(x: Any, is_written: bool) -> Any:  # noqa: FBT001
+            if isinstance(x, Tensor):
+                y = self.wide(x, written=is_written)
+                if is_written:
+                    written[id(y)] = x
+                return y
+            return WIDE.get(x, x) if isinstance(x, torch.dtype) else x
+
+        lifted, named = _mapped(func, args, kwargs, wide)
+        self._kept.before(func, lifted, named)
+        if name == _UNSCALE:
+            _unscale(*lifted)
+            result = None
+        else:
+            try:
+                result = func(*lifted, **named)
+            except ReplayError:
+                raise
+            except Exception as error:  # noqa: BLE001 whatever a library raises for float64
+                result = self._in_own_dtype(func, args, kwargs, error)
+            else:
+                if not written and _is_narrow(result) and not _is_random(func):
+                    # of whole numbers, or of none: `torch.ones(2)`, or `torch.arange(3) / 3`
+                    result = _with_default(func, lifted, named)
+        self._kept.after(result, lifted, named)
+
+        def back(x: Any, _: bool) -> Any:  # noqa: FBT001
+            if not isinstance(x, Tensor):
+                return x
+            return written[id(x)] if id(x) in written else x.to(WIDE.get(x.dtype, x.dtype))
+
+        return _each(back, result, is_written=False)
+
+    def wide(self, x: Tensor, *, written: bool = False) -> Tensor:
+        """Return a tensor in float64; if it is written, or has been, always the same memory."""
+        dtype = WIDE.get(x.dtype)
+        if dtype is None:
+            return x
+        if x.layout != torch.strided or x.is_meta:
+            return x.to(dtype)
+        storage = x.untyped_storage()
+        key = storage._cdata, x.dtype  # noqa: SLF001
+        if key not in self._twins:
+            if not written:
+                return x.to(dtype)
+            flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage)
+            self._twins[key] = storage, flat.to(dtype)
+            self._kept.after(self._twins[key][1], (), {})
+        return self._twins[key][1].as_strided(x.shape, x.stride(), x.storage_offset())
+
+    def _in_own_dtype(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        """Run an operator that has no float64 in the first dtype in which it runs."""
+        for dtype in self._dtypes:
+            # by the identity of the narrower copy
+            targets: dict[int, tuple[Tensor, Tensor]] = {}
+            change = functools.partial(self._narrowed, dtype, targets)
+            given, named = _mapped(func, args, kwargs, change)
+            try:
+                result = func(*given, **named)
+            except Exception:  # noqa: BLE001, S112 the first error is raised
+                continue
+            for y, z in targets.values():
+                y.copy_(z)
+            if _name(func) not in _QUIET:
+                self.narrow.setdefault(_name(func), dtype)
+            written = {key: y for key, (y, _) in targets.items()}
+            return _each(lambda x, _, known=written: known.get(id(x), x), result, is_written=False)  # type: ignore[misc]
+        raise error
+
+    def _narrowed(
+        self,
+        dtype: torch.dtype,
+        targets: dict[int, tuple[Tensor, Tensor]],
+        x: Any,
+        is_written: bool,  # noqa: FBT001
+    ) -> Any:
+        """Return an argument in a narrower dtype, in its own if it has one."""
+        if not isinstance(x, Tensor):
+            return x
+        y = self.wide(x, written=is_written)
+        if y.dtype not in _WIDEST:
+            return x
+        own = x.dtype if x.dtype in WIDE else dtype
+        z = y.to(own if own.is_complex == y.is_complex() else torch.complex64)
+        if is_written:
+            targets[id(z)] = y, z
+        return z
+
+
+def _name(func: Any) -> str:
+    schema = getattr(func, "_schema", None)
+    return str(func) if schema is None else str(schema.name)
+
+
+def _mapped(
+    func: Any, args: Any, kwargs: Any, change: Callable[[Any, bool], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an operator, changed by a function of a value and whether it is written."""
+    schema = getattr(func, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    writes = {x.name: x.alias_info is not None and x.alias_info.is_write for x in arguments}
+    by_place = list(writes.values()) + [False] * len(args)
+    return (
+        tuple([_each(change, x, is_written=by_place[i]) for i, x in enumerate(args)]),
+        {name: _each(change, x, is_written=writes.get(name, False)) for name, x in kwargs.items()},
+    )
+
+
+def _each(change: Callable[[Any, bool], Any], value: Any, *, is_written: bool) -> Any:
+    if type(value) in {list, tuple}:
+        return type(value)([_each(change, x, is_written=is_written) for x in value])
+    return change(value, is_written)
+
+
+def _is_narrow(result: Any) -> bool:
+    if isinstance(result, list | tuple):
+        return any([_is_narrow(x) for x in result])
+    return isinstance(result, Tensor) and result.dtype in WIDE
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _with_default(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator while the default dtype is float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _unscale(grads: Any, found: Tensor, scale: Tensor) -> None:
+    """Divide gradients by the scale of a GradScaler: torch has this for float32 scales only."""
+    for x in grads:
+        found.logical_or_(~x.isfinite().all())
+        x.mul_(scale)

@@ -1,0 +1,196 @@
+"""Use copies of parameters in float64, wherever a step refers to the parameters themselves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gradiometer.checks.batch import like
+from gradiometer.checks.lifting import WIDE
+from gradiometer.checks.precision import Copy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch.optim import Optimizer
+
+_PLAIN = {Tensor, nn.Parameter, nn.Buffer}
+_WIDEST = {torch.float64, torch.complex128}
+
+
+class Originals(TorchFunctionMode):
+    """Replaces leaves of the autograd graph by copies in float64, in all calls of torch's functions.
+
+    This makes a difference where a step has parameters from elsewhere than the model: from a list, or from an
+    optimizer, whose `zero_grad` then clears the gradients of the copies. Copies have the gradients, hooks and
+    attributes of the originals.
+
+    ``names``: the names of parameters by their identity.
+
+    Attributes:
+        grads: copies of the gradients that `read` found, by name.
+        order: names in the order in which the backward pass completed gradients.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.grads: dict[str, Tensor] = {}
+        self.order: dict[str, None] = {}
+        self._names = names
+        # by the identity of the original, which is kept so that it stays valid
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self.mapped(args), self.mapped(kwargs or {})
+        if func is Tensor.backward:
+            # hooks and backwards of custom functions use this mode, too
+            with self:
+                return _backward(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def copies(self) -> list[Tensor]:
+        """Return the copies that there are."""
+        return [copy for _, copy in self._copies.values()]
+
+    def entries(self, models: Iterable[nn.Module]) -> list[Copy]:
+        """Return the copies of all parameters and buffers of models; tied ones have one copy."""
+        return [
+            Copy(module, table, name, self.copy(x), x)
+            for model in models
+            for module in model.modules()
+            for table in (module._parameters, module._buffers)  # noqa: SLF001
+            for name, x in table.items()
+            if x is not None and _is_copied(x)
+        ]
+
+    def inputs(self, value: Any) -> Any:
+        """Return arguments of a step with copies of floating-point tensors, also in containers."""
+        if isinstance(value, Tensor):
+            return self.copy(value) if _is_copied(value) else value
+        if isinstance(value, Mapping):
+            return like(value, {key: self.inputs(x) for key, x in value.items()})
+        if type(value) in {list, tuple} or hasattr(value, "_fields"):
+            return like(value, [self.inputs(x) for x in value])
+        return value
+
+    def read(self, parameters: Iterable[Tensor]) -> None:
+        """Keep copies of the gradients that parameters have now, unless they were read before."""
+        for p in parameters:
+            name = self._names.get(id(p))
+            grad = self._copies[id(p)][1].grad if id(p) in self._copies else None
+            if name is not None and name not in self.grads and grad is not None:
+                self.grads[name] = grad.detach().to_dense() if grad.is_sparse else grad.detach().clone()
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Return the copy of a tensor, always the same."""
+        if id(x) not in self._copies:
+            # also where inference mode is on: its tensors have no gradients
+            with torch.inference_mode(mode=False), torch.no_grad():
+                copy = x.detach().to(WIDE.get(x.dtype, x.dtype), copy=True)
+                if isinstance(x, nn.Parameter):
+                    copy = nn.Parameter(copy, x.requires_grad)
+                elif x.requires_grad:
+                    copy.requires_grad_()
+            self._copies[id(x)] = x, copy
+            self._copy_attributes(x, copy)
+        return self._copies[id(x)][1]
+
+    def _copy_attributes(self, x: Tensor, copy: Tensor) -> None:
+        copy.__dict__.update(x.__dict__)
+        if not x.is_leaf or not x.requires_grad:
+            return
+        if x.grad is not None:
+            copy.grad = x.grad.detach().to(copy.dtype, copy=True)
+        name = self._names.get(id(x))
+        if name is not None:
+            copy.register_post_accumulate_grad_hook(functools.partial(self._completed, name))
+        for hook in (x._backward_hooks or {}).values():  # noqa: SLF001
+            copy.register_hook(hook)
+        for hook in (getattr(x, "_post_accumulate_grad_hooks", None) or {}).values():
+            # which may look for the parameter in a table
+            copy.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(x))
+
+    def _completed(self, name: str, _: Tensor) -> None:
+        self.order.pop(name, None)
+        self.order[name] = None
+
+    def mapped(self, value: Any) -> Any:
+        """Return arguments with copies in place of leaves, also in lists, tuples and dicts."""
+        if isinstance(value, Tensor):
+            known = self._copies.get(id(value))
+            if known is not None and known[0] is value:
+                return known[1]
+            is_leaf = value.requires_grad and value.dtype in WIDE and value.is_leaf and _is_copied(value)
+            return self.copy(value) if is_leaf else value
+        if type(value) in {list, tuple}:
+            return type(value)([self.mapped(x) for x in value])
+        return {key: self.mapped(x) for key, x in value.items()} if type(value) is dict else value
+
+
+def _is_copied(x: Tensor) -> bool:
+    return type(x) in _PLAIN and x.layout == torch.strided and (x.dtype in WIDE or x.dtype in _WIDEST)
+
+
+def _backward(
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,  # noqa: FBT001 torch's arguments
+    create_graph: bool = False,  # noqa: FBT001, FBT002
+    inputs: Any = None,
+) -> None:
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+@contextmanager
+def functions_of(originals: Originals) -> Iterator[None]:
+    """Replace leaves by copies in the arguments of custom autograd functions, which no mode sees."""
+    apply: Any = torch.autograd.Function.apply
+
+    def mapped(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply.__func__(cls, *originals.mapped(args), **kwargs)
+
+    with patch.object(torch.autograd.Function, "apply", classmethod(mapped)):
+        yield
+
+
+@contextmanager
+def without_updates(originals: Originals, optimizers: Iterable[Optimizer]) -> Iterator[list[int]]:
+    """Read gradients where optimizers would begin their step, and leave the step out.
+
+    Returns:
+        The identities of the optimizers that were called, once for each call.
+    """
+    calls: list[int] = []
+
+    def left_out(optimizer: Optimizer) -> Any:
+        @functools.wraps(optimizer.step)
+        def step(closure: Any = None, **_: Any) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            calls.append(id(optimizer))
+            originals.read([p for group in optimizer.param_groups for p in group["params"]])
+            return loss
+
+        return step
+
+    before = []
+    for optimizer in optimizers:
+        own = vars(optimizer)
+        before.append((own, dict(own)))
+        # a scheduler asks for this
+        own |= {"step": left_out(optimizer), "_opt_called": True}
+    try:
+        yield calls
+    finally:
+        for own, values in before:
+            own.clear()
+            own.update(values)
