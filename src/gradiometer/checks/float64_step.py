@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradiometer.checks.custom_functions import custom_functions
 from gradiometer.checks.kept_state import kept_state
 from gradiometer.checks.lifting import WIDE, Lifting
-from gradiometer.checks.originals import Originals, functions_of, without_updates
+from gradiometer.checks.originals import Originals, without_updates
 from gradiometer.checks.precision import exchanged
 from gradiometer.checks.random_replay import Draws, ReplayError, replaying
 from gradiometer.checks.recompute import without_checkpoints
@@ -86,8 +87,8 @@ def float64_step(
     models = list(dict.fromkeys([unwrapped(x) for x in parts.values() if isinstance(x, nn.Module)]))
     own = named_parameters(model, "check_gradients")
     kept = StepCopy(parts)
-    originals = Originals({id(p): name for name, p in zip(own.names, own.tensors, strict=True)})
     lifting = Lifting(kept, _dtypes(own.tensors))
+    originals = Originals(lifting, {id(p): name for name, p in zip(own.names, own.tensors, strict=True)})
     with ExitStack() as stack:
         stack.callback(kept.restore)
         stack.enter_context(repeating(kept.parameters, parts.values()))
@@ -104,8 +105,7 @@ def float64_step(
         calls = stack.enter_context(without_updates(originals, _optimizers()))
         stack.enter_context(exchanged(originals.entries(models), wide=True))
         given = originals.inputs(args), originals.inputs(kwargs)
-        kept.after(originals.copies(), (), {})
-        stack.enter_context(functions_of(originals))
+        stack.enter_context(custom_functions(originals, lifting))
         try:
             with nullcontext() if draws is None else replaying(draws), lifting, originals:
                 output = step(*given[0], **given[1])
@@ -129,11 +129,9 @@ def float64_step(
 
 
 def _dtypes(parameters: list[Tensor]) -> list[torch.dtype]:
-    """Return the dtypes in which to try an operator that has no float64: first those that it has seen."""
-    device = parameters[0].device.type if parameters else "cpu"
-    likely = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
-    likely += [p.dtype for p in parameters if p.dtype in WIDE and not p.dtype.is_complex]
-    return list(dict.fromkeys([*likely, torch.float32, torch.bfloat16, torch.float16]))
+    """Return the dtypes in which to try an operator that has no float64: first those of the parameters."""
+    own = [p.dtype for p in parameters if p.dtype in WIDE and not p.dtype.is_complex]
+    return list(dict.fromkeys([*own, torch.float32, torch.bfloat16, torch.float16]))
 
 
 def _optimizers() -> list[Optimizer]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradiometer.checks.exact_operators import EXACT
 from gradiometer.checks.random_replay import ReplayError
+from gradiometer.control.operations import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from gradiometer.control.step_copy import StepCopy
 
@@ -27,9 +31,9 @@ WIDE: Final = {
 _WIDEST: Final = frozenset(WIDE.values())
 # not views, although their schemas say so: torch.tensor() ends with it
 _NEW: Final = ("aten::lift_fresh",)
-_UNSCALE: Final = "aten::_amp_foreach_non_finite_check_and_unscale_"
-# compute no gradients
+# computes no gradients
 _QUIET: Final = ("aten::_amp_update_scale_",)
+_TORCH: Final = {"aten", "prim", "prims", "higher_order"}
 
 
 class Lifting(TorchDispatchMode):
@@ -41,8 +45,9 @@ class Lifting(TorchDispatchMode):
 
     An operator that raises an error for float64 runs in a narrower dtype, and its results are cast.
 
-    ``kept``: keeps what operators write in other dtypes, such as counters. ``dtypes``: those that an operator
-    without float64 is tried in.
+    Args:
+        kept: keeps what operators write in other dtypes, such as counters.
+        dtypes: those in which an operator without float64 is tried, after that of autocast.
 
     Attributes:
         narrow: operators that ran in a narrower dtype, and that dtype.
@@ -55,11 +60,14 @@ class Lifting(TorchDispatchMode):
         self.narrow: dict[str, torch.dtype] = {}
         self._kept = kept
         self._dtypes = dtypes
+        self._of_thread = threading.local()
         # copies of storages in float64, by storage and dtype; the storages are kept so that keys stay valid
         self._twins: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
         # a subclass with operators of its own calls others, which come here
         if any([kind not in {Tensor, torch.nn.Parameter, torch.nn.Buffer} for kind in types]):
             return NotImplemented
@@ -79,20 +87,18 @@ class Lifting(TorchDispatchMode):
 
         lifted, named = _mapped(func, args, kwargs, wide)
         self._kept.before(func, lifted, named)
-        if name == _UNSCALE:
-            _unscale(*lifted)
-            result = None
+        try:
+            result = EXACT.get(name, func)(*lifted, **named)
+        except ReplayError:
+            raise
+        except Exception as error:  # noqa: BLE001 whatever a library raises for float64
+            result = self._in_own_dtype(func, args, kwargs, error)
         else:
-            try:
-                result = func(*lifted, **named)
-            except ReplayError:
-                raise
-            except Exception as error:  # noqa: BLE001 whatever a library raises for float64
-                result = self._in_own_dtype(func, args, kwargs, error)
-            else:
-                if not written and _is_narrow(result) and not _is_random(func):
-                    # of whole numbers, or of none: `torch.ones(2)`, or `torch.arange(3) / 3`
-                    result = _with_default(func, lifted, named)
+            if not written and _is_narrow(result) and not _is_random(func):
+                # of whole numbers, or of none: `torch.ones(2)`, or `torch.arange(3) / 3`
+                result = _with_default(func, lifted, named)
+            if getattr(func, "namespace", "aten") not in _TORCH:
+                self.examine(name, result, (lifted, named))
         self._kept.after(result, lifted, named)
 
         def back(x: Any, _: bool) -> Any:  # noqa: FBT001
@@ -119,9 +125,44 @@ class Lifting(TorchDispatchMode):
             self._kept.after(self._twins[key][1], (), {})
         return self._twins[key][1].as_strided(x.shape, x.stride(), x.storage_offset())
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether operators of this thread run as they are."""
+        return getattr(self._of_thread, "is_paused", False)
+
+    def pause(self, is_paused: bool) -> None:  # noqa: FBT001
+        """Run operators of this thread as they are from now on, or no longer."""
+        self._of_thread.is_paused = is_paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run operators as they are in a block."""
+        before = self.is_paused
+        self.pause(True)
+        try:
+            yield
+        finally:
+            self.pause(before)
+
+    def dtypes(self, device: torch.device) -> list[torch.dtype]:
+        """Return the dtypes in which to try what has no float64: first those that it would have seen."""
+        is_on = torch.is_autocast_enabled(device.type)
+        likely = [torch.get_autocast_dtype(device.type)] if is_on else []
+        return list(dict.fromkeys([*likely, *self._dtypes]))
+
+    def examine(self, name: str, result: Any, inputs: Any) -> None:
+        """Note an operator that took float64, but computed in float32: its results have no more digits."""
+        outputs = [x for x in tensors_in(result) if x.dtype == torch.float64 and not x.is_meta]
+        given = [x for x in tensors_in(inputs) if x.dtype == torch.float64 and not x.is_meta]
+        is_rounded = all([_fits(x) for x in outputs]) and not all([_fits(x) for x in given])
+        # masks and counts fit, too
+        if is_rounded and any([bool((x != x.round()).any()) for x in outputs]):
+            self.narrow.setdefault(name, torch.float32)
+
     def _in_own_dtype(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """Run an operator that has no float64 in the first dtype in which it runs."""
-        for dtype in self._dtypes:
+        devices = [x.device for x in tensors_in((args, kwargs))]
+        for dtype in self.dtypes(devices[0]) if devices else ():
             # by the identity of the narrower copy
             targets: dict[int, tuple[Tensor, Tensor]] = {}
             change = functools.partial(self._narrowed, dtype, targets)
@@ -203,8 +244,7 @@ def _with_default(func: Any, args: Any, kwargs: Any) -> Any:
         torch.set_default_dtype(before)
 
 
-def _unscale(grads: Any, found: Tensor, scale: Tensor) -> None:
-    """Divide gradients by the scale of a GradScaler: torch has this for float32 scales only."""
-    for x in grads:
-        found.logical_or_(~x.isfinite().all())
-        x.mul_(scale)
+def _fits(x: Tensor) -> bool:
+    """Return whether all values are float32 numbers."""
+    x = x.detach()
+    return bool(((x.float().double() == x) | x.isnan()).all())

@@ -6,14 +6,15 @@ import functools
 from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from gradiometer.checks.batch import like
-from gradiometer.checks.lifting import WIDE
+from gradiometer.checks.lifting import WIDE, Lifting
 from gradiometer.checks.precision import Copy
 
 if TYPE_CHECKING:
@@ -26,21 +27,24 @@ _WIDEST = {torch.float64, torch.complex128}
 
 
 class Originals(TorchFunctionMode):
-    """Replaces leaves of the autograd graph by copies in float64, in all calls of torch's functions.
+    """Replaces tensors by their copies in float64, in the arguments of all of torch's functions.
 
-    This makes a difference where a step has parameters from elsewhere than the model: from a list, or from an
-    optimizer, whose `zero_grad` then clears the gradients of the copies. Copies have the gradients, hooks and
-    attributes of the originals.
+    This makes a difference where a step has tensors from elsewhere than its modules and arguments: parameters
+    from a list, or from an optimizer, whose `zero_grad` then clears the gradients of the copies. Copies have
+    the gradients, hooks and attributes of the originals; those of tensors that share memory share it, too.
 
-    ``names``: the names of parameters by their identity.
+    Args:
+        lifting: has the memory of the copies.
+        names: the names of parameters by their identity.
 
     Attributes:
         grads: copies of the gradients that `read` found, by name.
         order: names in the order in which the backward pass completed gradients.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, lifting: Lifting, names: Mapping[int, str]) -> None:
         super().__init__()
+        self._lifting = lifting
         self.grads: dict[str, Tensor] = {}
         self.order: dict[str, None] = {}
         self._names = names
@@ -48,16 +52,22 @@ class Originals(TorchFunctionMode):
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self.mapped(args), self.mapped(kwargs or {})
+        kwargs = kwargs or {}
+        if self._lifting.is_paused:
+            return func(*args, **kwargs)
+        args, kwargs = self.mapped(args), self.mapped(kwargs)
         if func is Tensor.backward:
             # hooks and backwards of custom functions use this mode, too
             with self:
                 return _backward(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def copies(self) -> list[Tensor]:
-        """Return the copies that there are."""
-        return [copy for _, copy in self._copies.values()]
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            # the kernels that the step allows have no float64
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
 
     def entries(self, models: Iterable[nn.Module]) -> list[Copy]:
         """Return the copies of all parameters and buffers of models; tied ones have one copy."""
@@ -92,12 +102,12 @@ class Originals(TorchFunctionMode):
         """Return the copy of a tensor, always the same."""
         if id(x) not in self._copies:
             # also where inference mode is on: its tensors have no gradients
-            with torch.inference_mode(mode=False), torch.no_grad():
-                copy = x.detach().to(WIDE.get(x.dtype, x.dtype), copy=True)
-                if isinstance(x, nn.Parameter):
-                    copy = nn.Parameter(copy, x.requires_grad)
-                elif x.requires_grad:
-                    copy.requires_grad_()
+            with torch.inference_mode(mode=False), torch.no_grad(), self._lifting.paused():
+                values = x.detach()
+                wide = self._lifting.wide(values, written=True).data if x.dtype in WIDE else values.clone()
+                is_parameter = isinstance(x, nn.Parameter)
+                copy = nn.Parameter(wide, x.requires_grad) if is_parameter else wide
+                copy.requires_grad_(x.requires_grad)
             self._copies[id(x)] = x, copy
             self._copy_attributes(x, copy)
         return self._copies[id(x)][1]
@@ -122,19 +132,25 @@ class Originals(TorchFunctionMode):
         self.order[name] = None
 
     def mapped(self, value: Any) -> Any:
-        """Return arguments with copies in place of leaves, also in lists, tuples and dicts."""
+        """Return arguments with copies in place of tensors, also in lists, tuples and dicts."""
         if isinstance(value, Tensor):
             known = self._copies.get(id(value))
             if known is not None and known[0] is value:
                 return known[1]
-            is_leaf = value.requires_grad and value.dtype in WIDE and value.is_leaf and _is_copied(value)
-            return self.copy(value) if is_leaf else value
+            # the gradient of one with a graph would have to be narrow again
+            is_copied = (
+                value.dtype in WIDE and _is_copied(value) and (value.is_leaf or not value.requires_grad)
+            )
+            return self.copy(value) if is_copied else value
         if type(value) in {list, tuple}:
             return type(value)([self.mapped(x) for x in value])
         return {key: self.mapped(x) for key, x in value.items()} if type(value) is dict else value
 
 
 def _is_copied(x: Tensor) -> bool:
+    # those of torch.func have no memory of their own
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # noqa: SLF001
+        return False
     return type(x) in _PLAIN and x.layout == torch.strided and (x.dtype in WIDE or x.dtype in _WIDEST)
 
 
@@ -146,18 +162,6 @@ def _backward(
     inputs: Any = None,
 ) -> None:
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
-
-
-@contextmanager
-def functions_of(originals: Originals) -> Iterator[None]:
-    """Replace leaves by copies in the arguments of custom autograd functions, which no mode sees."""
-    apply: Any = torch.autograd.Function.apply
-
-    def mapped(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply.__func__(cls, *originals.mapped(args), **kwargs)
-
-    with patch.object(torch.autograd.Function, "apply", classmethod(mapped)):
-        yield
 
 
 @contextmanager
