@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gradiometer.checks.custom_functions import custom_functions
 from gradiometer.checks.kept_state import kept_state
 from gradiometer.checks.lifting import WIDE, Lifting
-from gradiometer.checks.originals import Originals, without_updates
+from gradiometer.checks.originals import Originals, in_backward, without_updates
 from gradiometer.checks.precision import exchanged
 from gradiometer.checks.random_replay import Draws, ReplayError, replaying
 from gradiometer.checks.recompute import without_checkpoints
@@ -106,6 +106,7 @@ def float64_step(
         stack.enter_context(exchanged(originals.entries(models), wide=True))
         given = originals.inputs(args), originals.inputs(kwargs)
         stack.enter_context(custom_functions(originals, lifting))
+        stack.enter_context(in_backward(originals))
         try:
             with nullcontext() if draws is None else replaying(draws), lifting, originals:
                 output = step(*given[0], **given[1])

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +57,6 @@ class Originals(TorchFunctionMode):
         if self._lifting.is_paused:
             return func(*args, **kwargs)
         args, kwargs = self.mapped(args), self.mapped(kwargs)
-        if func is Tensor.backward:
-            # hooks and backwards of custom functions use this mode, too
-            with self:
-                return _backward(*args, **kwargs)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         try:
@@ -154,14 +151,17 @@ def _is_copied(x: Tensor) -> bool:
     return type(x) in _PLAIN and x.layout == torch.strided and (x.dtype in WIDE or x.dtype in _WIDEST)
 
 
-def _backward(
-    tensor: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,  # noqa: FBT001 torch's arguments
-    create_graph: bool = False,  # noqa: FBT001, FBT002
-    inputs: Any = None,
-) -> None:
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+@contextmanager
+def in_backward(originals: Originals) -> Iterator[None]:
+    """Use a mode in hooks and custom functions of the backward pass, too: `Tensor.backward` leaves it."""
+    run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined] # noqa: SLF001
+
+    def with_mode(*args: Any, **kwargs: Any) -> Any:
+        with originals:
+            return run(*args, **kwargs)
+
+    with patch.object(torch.autograd, "_engine_run_backward", with_mode):
+        yield
 
 
 @contextmanager
