@@ -1,6 +1,7 @@
 """A training step in float64: exact, also where the model casts, and without a trace."""
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from gradiometer.checks import lifting
 from gradiometer.checks.float64_step import Float64Error, float64_step
 from gradiometer.checks.random_replay import ReplayError, recording, replaying
 from gradiometer.checks.recompute import without_checkpoints
@@ -408,6 +410,124 @@ def test_tensors_in_objects_that_are_not_containers():
     assert_equal(run, {name: p.grad for name, p in wide.named_parameters()})
 
 
+@pytest.mark.parametrize("small", [0, lifting._SMALL])
+def test_a_batch_of_a_data_set_in_memory(monkeypatch, small):
+    monkeypatch.setattr(lifting, "_SMALL", small)
+    model = mlp()
+    data = torch.cat([X, X + 1, X + 2, X + 3, X + 4])
+    places = torch.arange(4)
+    shapes = []
+    cast = lifting.Lifting.wide
+
+    def wide(self, x, *, written=False):
+        shapes.append(tuple(x.shape))
+        return cast(self, x, written=written)
+
+    monkeypatch.setattr(lifting.Lifting, "wide", wide)
+
+    def step(x):
+        for batch in (
+            x,
+            data[:4],
+            data[places],
+            data.index_select(0, places),
+            data[data[:, 0] < data[3, 0] + 9][:4],
+        ):
+            (loss_of(model(batch)) / 5).backward()
+
+    assert_equal(float64_step(step, (data[:4],), {}, model), exact(model))
+    # only its parts are cast if it is large
+    assert ((20, 8) in shapes) == (small > 0)
+
+    def writing(x):
+        data[places] = 0.0
+        data[:2] = 2.0
+        loss_of(model(data[:4] + x.sum() * 0)).backward()
+
+    before = data.clone()
+    expected = torch.zeros(4, 8)
+    expected[:2] = 2
+    assert_equal(float64_step(writing, (data[:1],), {}, model), exact(model, expected))
+    assert torch.equal(data, before)
+
+
+class Named(nn.Parameter):
+    """A parameter with attributes."""
+
+
+def test_parameters_keep_their_class_and_attributes():
+    model = mlp()
+    model[0].weight = Named(model[0].weight.detach())
+    model[0].weight.tag = "a"
+    seen = []
+
+    original = model[0].weight
+
+    def step(x):
+        seen.append((type(model[0].weight), model[0].weight.tag, model[0].weight.dtype))
+        model[0].weight.examples = x
+        seen.append(original.examples.dtype)
+        loss_of(model(x)).backward()
+
+    assert_equal(float64_step(step, (X,), {}, model), exact(mlp()))
+    assert seen == [(Named, "a", torch.float64), torch.float64]
+    assert vars(original) == {"tag": "a"}
+
+
+def test_another_thread_is_left_alone():
+    model = mlp()
+    seen = []
+
+    def other():
+        x = X.clone().requires_grad_()
+        AnyProduct.apply(x, torch.ones(3, 8)).sum().backward()
+        seen.append((AnyProduct.apply(x, torch.ones(3, 8)).dtype, x.grad.dtype, torch.ones(2).mul_(2).dtype))
+
+    def step(x):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        loss_of(model(x)).backward()
+
+    assert_equal(float64_step(step, (X,), {}, model), exact(model))
+    assert seen == [(torch.float32,) * 3]
+
+
+def test_a_data_parallel_model_trains_on(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = mlp()
+        parallel = nn.parallel.DistributedDataParallel(model)
+
+        def step(x):
+            loss_of(parallel(x)).backward()
+
+        for _ in range(2):
+            assert_equal(float64_step(step, (X,), {}, parallel), exact(model))
+            step(X)
+            # its reducer saw all of these
+            assert all(p.grad is not None for p in model.parameters())
+            parallel.zero_grad()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_update_that_was_compiled_before():
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    update = torch.compile(optimizer.step, backend="eager")
+    before = copy.deepcopy(model.state_dict())
+
+    def step(x):
+        loss_of(model(x)).backward()
+        update()
+        optimizer.zero_grad()
+
+    assert_equal(float64_step(step, (X,), {}, model), exact(model))
+    assert not optimizer.state
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
 def test_attention_where_no_allowed_kernel_has_float64():
     model = Attention()
 
@@ -549,6 +669,43 @@ def test_custom_functions(function):
             assert not run.narrow
             assert_equal(run, exact(model))
         assert all(p.grad is None for p in model.parameters())
+
+
+def test_functions_that_quantize_have_float64():
+    class Quantize(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, x):
+            return (x * 8).round() / 8
+
+        @staticmethod
+        def backward(_ctx, grad):
+            return grad
+
+    class Rounded(Quantize):
+        @staticmethod
+        def forward(_ctx, x):
+            return torch.from_numpy(x.detach().numpy().astype("float32").astype("float64"))
+
+    model = mlp()
+    for function, narrow in ((Quantize, []), (Rounded, [torch.float32])):
+
+        def step(x, function=function):
+            loss_of(function.apply(model(x))).backward()
+
+        run = float64_step(step, (X,), {}, model)
+        assert list(run.narrow.values()) == narrow
+        assert next(iter(run.narrow), "Rounded").endswith("Rounded")
+
+
+def test_casts_to_eight_bits_stay():
+    model = mlp()
+
+    def step(x):
+        loss_of(model(x)).backward()
+        return x.to(torch.float8_e4m3fn).float()
+
+    run = float64_step(step, (X,), {}, model)
+    assert torch.equal(run.outputs["output"], X.to(torch.float8_e4m3fn).double())
 
 
 def test_groups_of_a_matrix_product():

@@ -35,11 +35,14 @@ def custom_functions(originals: Originals, lifting: Lifting) -> Iterator[None]:
         return method.__get__(None, cls)(*args, **kwargs)
 
     def apply(cls: Any, *given: Any, **kwargs: Any) -> Any:
+        # the method is one for all threads
+        if not lifting.is_on or lifting.is_paused:
+            return call(cls, *given, **kwargs)
         args = originals.mapped(given)
         name = f"{cls.__module__}.{cls.__qualname__}"
         try:
             result = call(cls, *args, **kwargs)
-        except ReplayError:
+        except (ReplayError, torch.OutOfMemoryError):
             raise
         except Exception:
             devices = [x.device for x in tensors_in(args)]

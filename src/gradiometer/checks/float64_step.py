@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from gradiometer.checks.custom_functions import custom_functions
 from gradiometer.checks.kept_state import kept_state
@@ -62,6 +65,7 @@ def float64_step(
     Code of the model that looks at dtypes sees float64: ``torch.finfo(x.dtype).min`` is that of float64, and
     a branch for ``torch.float16`` is not taken.
 
+    The step should have run before: what it keeps in caches of its own, made in float64, would stay there.
     Afterwards everything is as before in the models, optimizers, schedulers, scalers and generators that the
     step can reach, and in all tensors. The caller restores other objects, and the random state of other
     libraries than Python, NumPy and torch.
@@ -91,13 +95,14 @@ def float64_step(
     originals = Originals(lifting, {id(p): name for name, p in zip(own.names, own.tensors, strict=True)})
     with ExitStack() as stack:
         stack.callback(kept.restore)
+        stack.callback(originals.restore_attributes)
         stack.enter_context(repeating(kept.parameters, parts.values()))
         for each in models:
             stack.enter_context(kept_state(each, values=False))
         for each in parts.values():
             if isinstance(each, nn.parallel.DistributedDataParallel):
-                # its reducer waits for gradients of the parameters, not of their copies
-                stack.enter_context(each.no_sync())
+                # its reducer waits for gradients of the parameters, and has buffers in their dtype
+                stack.enter_context(patch.object(each, "forward", functools.partial(_undistributed, each)))
         stack.enter_context(without_checkpoints())
         # without it nothing is compiled
         if "torch._dynamo.eval_frame" in sys.modules:
@@ -140,6 +145,14 @@ def _optimizers() -> list[Optimizer]:
     found = [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]
     # a wrapper has no hooks: it calls the optimizer that has
     return [x for x in found if hasattr(type(x).step, "hooked")]
+
+
+def _undistributed(model: nn.parallel.DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    """Call the module that a model distributes, with inputs on its device."""
+    if model.device_ids:
+        device = torch.device(model.device_type, model.device_ids[0])
+        args, kwargs = tree_map_only(Tensor, lambda x: x.to(device), (args, kwargs))
+    return model.module(*args, **kwargs)
 
 
 def _outputs(output: Any, lifting: Lifting) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from gradiometer.checks.exact_operators import EXACT
 from gradiometer.checks.random_replay import ReplayError
@@ -31,6 +31,10 @@ WIDE: Final = {
 _WIDEST: Final = frozenset(WIDE.values())
 # not views, although their schemas say so: torch.tensor() ends with it
 _NEW: Final = ("aten::lift_fresh",)
+# these take elements of what may be a whole data set
+_SELECT: Final = {f"aten::{name}" for name in ("index", "index_select", "gather", "take", "masked_select")}
+# bytes of a tensor that is small
+_SMALL: Final = 1 << 26
 # computes no gradients
 _QUIET: Final = ("aten::_amp_update_scale_",)
 _TORCH: Final = {"aten", "prim", "prims", "higher_order"}
@@ -85,16 +89,16 @@ class Lifting(TorchDispatchMode):
                 return y
             return WIDE.get(x, x) if isinstance(x, torch.dtype) else x
 
-        lifted, named = _mapped(func, args, kwargs, wide)
+        lifted, named = _mapped(func, args, kwargs, wide) if not self._selects(name, args) else (args, kwargs)
         self._kept.before(func, lifted, named)
         try:
             result = EXACT.get(name, func)(*lifted, **named)
-        except ReplayError:
+        except (ReplayError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 whatever a library raises for float64
             result = self._in_own_dtype(func, args, kwargs, error)
         else:
-            if not written and _is_narrow(result) and not _is_random(func):
+            if not written and lifted is not args and _is_narrow(result) and not _is_random(func):
                 # of whole numbers, or of none: `torch.ones(2)`, or `torch.arange(3) / 3`
                 result = _with_default(func, lifted, named)
             if getattr(func, "namespace", "aten") not in _TORCH:
@@ -125,10 +129,28 @@ class Lifting(TorchDispatchMode):
             self._kept.after(self._twins[key][1], (), {})
         return self._twins[key][1].as_strided(x.shape, x.stride(), x.storage_offset())
 
+    def copy(self, x: Tensor) -> Tensor:
+        """Return a copy in float64, which shares memory with other copies if tensors share memory.
+
+        A small part of a large tensor has a copy of its own: such as a batch of a data set in memory.
+        """
+        own = x.numel() * x.element_size()
+        shares = x.dtype in WIDE and (x.is_meta or x.untyped_storage().nbytes() <= max(4 * own, _SMALL))
+        return self.wide(x, written=True).data if shares else x.to(WIDE.get(x.dtype, x.dtype), copy=True)
+
+    def is_large(self, x: Tensor) -> bool:
+        """Return whether a copy of a tensor may need much memory: then it is cast where it is read."""
+        return x.numel() * x.element_size() > _SMALL
+
     @property
     def is_paused(self) -> bool:
         """Whether operators of this thread run as they are."""
         return getattr(self._of_thread, "is_paused", False)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this thread runs the step, or its backward pass."""
+        return any([mode is self for mode in _get_current_dispatch_mode_stack()])
 
     def pause(self, is_paused: bool) -> None:  # noqa: FBT001
         """Run operators of this thread as they are from now on, or no longer."""
@@ -152,12 +174,25 @@ class Lifting(TorchDispatchMode):
 
     def examine(self, name: str, result: Any, inputs: Any) -> None:
         """Note an operator that took float64, but computed in float32: its results have no more digits."""
-        outputs = [x for x in tensors_in(result) if x.dtype == torch.float64 and not x.is_meta]
-        given = [x for x in tensors_in(inputs) if x.dtype == torch.float64 and not x.is_meta]
-        is_rounded = all([_fits(x) for x in outputs]) and not all([_fits(x) for x in given])
-        # masks and counts fit, too
-        if is_rounded and any([bool((x != x.round()).any()) for x in outputs]):
-            self.narrow.setdefault(name, torch.float32)
+        outputs, given = (
+            [x.detach() for x in tensors_in(values) if x.dtype == torch.float64 and not x.is_meta]
+            for values in (result, inputs)
+        )
+        with self.paused():
+            if all([_fits(x, torch.float32) for x in given]) or not all(
+                [_fits(x, torch.float32) for x in outputs]
+            ):
+                return
+            # masks, counts and quantized values fit, too
+            is_short = [_fits(x, torch.bfloat16) or _fits(x, torch.float16) for x in outputs]
+            if not all(is_short) and any([bool((x != x.round()).any()) for x in outputs]):
+                self.narrow.setdefault(name, torch.float32)
+
+    def _selects(self, name: str, args: Any) -> bool:
+        """Return whether an operator only takes elements of a tensor that has not been written."""
+        if name not in _SELECT or args[0].dtype not in WIDE or args[0].layout != torch.strided:
+            return False
+        return (args[0].untyped_storage()._cdata, args[0].dtype) not in self._twins  # noqa: SLF001
 
     def _in_own_dtype(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """Run an operator that has no float64 in the first dtype in which it runs."""
@@ -244,7 +279,6 @@ def _with_default(func: Any, args: Any, kwargs: Any) -> Any:
         torch.set_default_dtype(before)
 
 
-def _fits(x: Tensor) -> bool:
-    """Return whether all values are float32 numbers."""
-    x = x.detach()
-    return bool(((x.float().double() == x) | x.isnan()).all())
+def _fits(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether all values are numbers of a dtype."""
+    return bool(((x.to(dtype).double() == x) | x.isnan()).all())

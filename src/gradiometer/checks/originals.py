@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from gradiometer.checks.batch import like
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-_PLAIN = {Tensor, nn.Parameter, nn.Buffer}
-_WIDEST = {torch.float64, torch.complex128}
+_WIDEST = frozenset(WIDE.values())
 
 
 class Originals(TorchFunctionMode):
@@ -49,6 +49,7 @@ class Originals(TorchFunctionMode):
         self.grads: dict[str, Tensor] = {}
         self.order: dict[str, None] = {}
         self._names = names
+        self._attributes: list[tuple[Tensor, dict[str, Any]]] = []
         # by the identity of the original, which is kept so that it stays valid
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -65,6 +66,11 @@ class Originals(TorchFunctionMode):
             # the kernels that the step allows have no float64
             with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **kwargs)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this thread runs the step, or its backward pass."""
+        return self._lifting.is_on
 
     def entries(self, models: Iterable[nn.Module]) -> list[Copy]:
         """Return the copies of all parameters and buffers of models; tied ones have one copy."""
@@ -100,17 +106,18 @@ class Originals(TorchFunctionMode):
         if id(x) not in self._copies:
             # also where inference mode is on: its tensors have no gradients
             with torch.inference_mode(mode=False), torch.no_grad(), self._lifting.paused():
-                values = x.detach()
-                wide = self._lifting.wide(values, written=True).data if x.dtype in WIDE else values.clone()
-                is_parameter = isinstance(x, nn.Parameter)
-                copy = nn.Parameter(wide, x.requires_grad) if is_parameter else wide
+                copy = self._lifting.copy(x.detach())
+                if isinstance(x, nn.Parameter):
+                    copy = Tensor._make_subclass(type(x), copy, x.requires_grad)  # noqa: SLF001
                 copy.requires_grad_(x.requires_grad)
             self._copies[id(x)] = x, copy
             self._copy_attributes(x, copy)
         return self._copies[id(x)][1]
 
     def _copy_attributes(self, x: Tensor, copy: Tensor) -> None:
-        copy.__dict__.update(x.__dict__)
+        # what the step sets on one of them, such as the gradients of examples, is there on the other
+        self._attributes.append((x, dict(x.__dict__)))
+        copy.__dict__ = x.__dict__
         if not x.is_leaf or not x.requires_grad:
             return
         if x.grad is not None:
@@ -124,6 +131,12 @@ class Originals(TorchFunctionMode):
             # which may look for the parameter in a table
             copy.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(x))
 
+    def restore_attributes(self) -> None:
+        """Restore the attributes of the originals."""
+        for x, before in self._attributes:
+            x.__dict__.clear()
+            x.__dict__.update(before)
+
     def _completed(self, name: str, _: Tensor) -> None:
         self.order.pop(name, None)
         self.order[name] = None
@@ -134,10 +147,12 @@ class Originals(TorchFunctionMode):
             known = self._copies.get(id(value))
             if known is not None and known[0] is value:
                 return known[1]
-            # the gradient of one with a graph would have to be narrow again
-            is_copied = (
-                value.dtype in WIDE and _is_copied(value) and (value.is_leaf or not value.requires_grad)
-            )
+            is_copied = value.dtype in WIDE and _is_copied(value)
+            if value.requires_grad:
+                # the gradient of one with a graph would have to be narrow again
+                is_copied = is_copied and value.is_leaf
+            else:
+                is_copied = is_copied and not self._lifting.is_large(value)
             return self.copy(value) if is_copied else value
         if type(value) in {list, tuple}:
             return type(value)([self.mapped(x) for x in value])
@@ -148,7 +163,12 @@ def _is_copied(x: Tensor) -> bool:
     # those of torch.func have no memory of their own
     if torch._C._functorch.is_functorch_wrapped_tensor(x):  # noqa: SLF001
         return False
-    return type(x) in _PLAIN and x.layout == torch.strided and (x.dtype in WIDE or x.dtype in _WIDEST)
+    kind = type(x)
+    # a parameter with attributes, and not one with operators of its own
+    is_plain = issubclass(kind, nn.Parameter) and kind.__torch_dispatch__ is nn.Parameter.__torch_dispatch__
+    if not is_plain and kind not in {Tensor, nn.Buffer}:
+        return False
+    return x.layout == torch.strided and (x.dtype in WIDE or x.dtype in _WIDEST)
 
 
 @contextmanager
@@ -157,7 +177,8 @@ def in_backward(originals: Originals) -> Iterator[None]:
     run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined] # noqa: SLF001
 
     def with_mode(*args: Any, **kwargs: Any) -> Any:
-        with originals:
+        # the function is one for all threads
+        with originals if originals.is_on else nullcontext():
             return run(*args, **kwargs)
 
     with patch.object(torch.autograd, "_engine_run_backward", with_mode):
@@ -173,6 +194,11 @@ def without_updates(originals: Originals, optimizers: Iterable[Optimizer]) -> It
     """
     calls: list[int] = []
 
+    def read(optimizer: Optimizer, *_: Any) -> None:
+        if originals.is_on:
+            calls.append(id(optimizer))
+            originals.read([p for group in optimizer.param_groups for p in group["params"]])
+
     def left_out(optimizer: Optimizer) -> Any:
         @functools.wraps(optimizer.step)
         def step(closure: Any = None, **_: Any) -> Any:
@@ -180,8 +206,7 @@ def without_updates(originals: Originals, optimizers: Iterable[Optimizer]) -> It
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            calls.append(id(optimizer))
-            originals.read([p for group in optimizer.param_groups for p in group["params"]])
+            read(optimizer)
             return loss
 
         return step
@@ -192,9 +217,12 @@ def without_updates(originals: Originals, optimizers: Iterable[Optimizer]) -> It
         before.append((own, dict(own)))
         # a scheduler asks for this
         own |= {"step": left_out(optimizer), "_opt_called": True}
+    # a step that was compiled or wrapped before updates the copies
+    hook = register_optimizer_step_pre_hook(read)
     try:
         yield calls
     finally:
+        hook.remove()
         for own, values in before:
             own.clear()
             own.update(values)
