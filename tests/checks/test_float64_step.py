@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+import gradiometer as gm
 from gradiometer.checks import lifting
 from gradiometer.checks.float64_step import Float64Error, float64_step
 from gradiometer.checks.random_replay import ReplayError, recording, replaying
@@ -491,6 +492,33 @@ def test_another_thread_is_left_alone():
 
     assert_equal(float64_step(step, (X,), {}, model), exact(model))
     assert seen == [(torch.float32,) * 3]
+
+
+def test_a_monitor_and_taps_see_nothing():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    taps = gm.Taps(model, {"linear": nn.Linear})
+    steps = []
+
+    def step(x):
+        loss = loss_of(model(x))
+        loss.backward()
+        monitor.record()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.advance(loss=loss)
+
+    with gm.Monitor(model, taps=taps, rules=(), sinks=[lambda record: steps.append(record.loss)]) as monitor:
+        step(X)
+        before = {name: value.clone() for name, value in taps.state_dict().items()}
+        assert before
+        run = float64_step(step, (X,), {}, model)
+        assert all(torch.equal(value, before[name]) for name, value in taps.state_dict().items())
+        expected = exact(model)
+        step(X)
+    assert len(steps) == 2
+    assert not run.notes
+    assert_equal(run, expected)
 
 
 def test_a_data_parallel_model_trains_on(tmp_path):

@@ -35,7 +35,7 @@ _NEW: Final = ("aten::lift_fresh",)
 _SELECT: Final = {f"aten::{name}" for name in ("index", "index_select", "gather", "take", "masked_select")}
 # bytes of a tensor that is small
 _SMALL: Final = 1 << 26
-# computes no gradients
+# these compute no gradients
 _QUIET: Final = ("aten::_amp_update_scale_",)
 _TORCH: Final = {"aten", "prim", "prims", "higher_order"}
 
@@ -66,7 +66,7 @@ class Lifting(TorchDispatchMode):
         self._dtypes = dtypes
         self._of_thread = threading.local()
         # copies of storages in float64, by storage and dtype; the storages are kept so that keys stay valid
-        self._twins: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
+        self._wide_storages: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,13 +121,13 @@ class Lifting(TorchDispatchMode):
             return x.to(dtype)
         storage = x.untyped_storage()
         key = storage._cdata, x.dtype  # noqa: SLF001
-        if key not in self._twins:
+        if key not in self._wide_storages:
             if not written:
                 return x.to(dtype)
             flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage)
-            self._twins[key] = storage, flat.to(dtype)
-            self._kept.after(self._twins[key][1], (), {})
-        return self._twins[key][1].as_strided(x.shape, x.stride(), x.storage_offset())
+            self._wide_storages[key] = storage, flat.to(dtype)
+            self._kept.after(self._wide_storages[key][1], (), {})
+        return self._wide_storages[key][1].as_strided(x.shape, x.stride(), x.storage_offset())
 
     def copy(self, x: Tensor) -> Tensor:
         """Return a copy in float64, which shares memory with other copies if tensors share memory.
@@ -192,7 +192,7 @@ class Lifting(TorchDispatchMode):
         """Return whether an operator only takes elements of a tensor that has not been written."""
         if name not in _SELECT or args[0].dtype not in WIDE or args[0].layout != torch.strided:
             return False
-        return (args[0].untyped_storage()._cdata, args[0].dtype) not in self._twins  # noqa: SLF001
+        return (args[0].untyped_storage()._cdata, args[0].dtype) not in self._wide_storages  # noqa: SLF001
 
     def _in_own_dtype(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """Run an operator that has no float64 in the first dtype in which it runs."""
@@ -208,7 +208,7 @@ class Lifting(TorchDispatchMode):
                 continue
             for y, z in targets.values():
                 y.copy_(z)
-            if _name(func) not in _QUIET:
+            if not _name(func).startswith(_QUIET):
                 self.narrow.setdefault(_name(func), dtype)
             written = {key: y for key, (y, _) in targets.items()}
             return _each(lambda x, _, known=written: known.get(id(x), x), result, is_written=False)  # type: ignore[misc]
