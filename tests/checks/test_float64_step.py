@@ -135,6 +135,16 @@ def test_a_model_has_the_gradients_of_its_copy_in_float64(name, dtype):
         assert_equal(run, exact(model, x))
 
 
+def test_a_complex_model():
+    model = nn.Linear(8, 3, dtype=torch.complex64)
+    x = X.to(torch.complex64)
+    run = float64_step(lambda x: model(x).abs().square().mean().backward(), (x,), {}, model)
+    weight, bias = [p.detach().to(torch.complex128).requires_grad_() for p in model.parameters()]
+    functional.linear(x.to(torch.complex128), weight, bias).abs().square().mean().backward()
+    torch.testing.assert_close(run.grads["weight"], weight.grad, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(run.grads["bias"], bias.grad, rtol=1e-13, atol=1e-15)
+
+
 def test_gradients_are_in_the_order_of_the_backward_pass():
     model = mlp()
     run = float64_step(lambda x: loss_of(model(x)).backward(), (X,), {}, model)
@@ -777,6 +787,21 @@ def test_errors_of_the_step_and_of_its_random_numbers():
         float64_step(lambda x: loss_of(model(x)).backward(), (X,), {}, model, draws)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_device_without_float64(monkeypatch):
+    model = mlp()
+    weights = list(model.parameters())
+
+    def copy_of(_self, x):
+        if len(x) == 3:
+            raise TypeError("this device has no float64")
+        return x.double()
+
+    monkeypatch.setattr(lifting.Lifting, "copy", copy_of)
+    with pytest.raises(Float64Error, match="TypeError: this device has no float64"):
+        float64_step(lambda x: loss_of(model(x)).backward(), (X,), {}, model)
+    assert all(p is q for p, q in zip(model.parameters(), weights, strict=True))
 
 
 def test_without_draws_random_numbers_are_those_of_the_generator():

@@ -108,11 +108,12 @@ def float64_step(
         if "torch._dynamo.eval_frame" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         calls = stack.enter_context(without_updates(originals, _optimizers()))
-        stack.enter_context(exchanged(originals.entries(models), wide=True))
-        given = originals.inputs(args), originals.inputs(kwargs)
         stack.enter_context(custom_functions(originals, lifting))
         stack.enter_context(in_backward(originals))
         try:
+            # also a device may have no float64
+            stack.enter_context(exchanged(originals.entries(models), wide=True))
+            given = originals.inputs(args), originals.inputs(kwargs)
             with nullcontext() if draws is None else replaying(draws), lifting, originals:
                 output = step(*given[0], **given[1])
         except ReplayError:
