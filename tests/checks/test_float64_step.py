@@ -243,14 +243,17 @@ def test_accumulation_adds_to_the_gradients_there_are():
     model = mlp()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
+    model.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    model.frozen.grad = torch.ones(2)
     owned = [p.grad for p in model.parameters()]
 
     def step(x):
         for part in x.chunk(2):
-            (loss_of(model(part)) / 2).backward()
+            (loss_of(model[2](model[1](model[0](part)))) / 2).backward()
 
     run = float64_step(step, (X,), {}, model)
-    assert_equal(run, {name: grad + 1 for name, grad in exact(model).items()})
+    expected = {name: grad + 1 for name, grad in exact(mlp()).items()}
+    assert_equal(run, expected | {"frozen": torch.ones(2).double()})
     assert all(
         p.grad is grad and bool((grad == 1).all()) for p, grad in zip(model.parameters(), owned, strict=True)
     )

@@ -118,10 +118,10 @@ class Originals(TorchFunctionMode):
         # what the step sets on one of them, such as the gradients of examples, is there on the other
         self._attributes.append((x, dict(x.__dict__)))
         copy.__dict__ = x.__dict__
+        if x.is_leaf and x.grad is not None:
+            copy.grad = x.grad.detach().to(copy.dtype, copy=True)
         if not x.is_leaf or not x.requires_grad:
             return
-        if x.grad is not None:
-            copy.grad = x.grad.detach().to(copy.dtype, copy=True)
         name = self._names.get(id(x))
         if name is not None:
             copy.register_post_accumulate_grad_hook(functools.partial(self._completed, name))
