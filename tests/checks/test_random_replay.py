@@ -1,11 +1,14 @@
 """Random numbers of one run, in another run of another dtype."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from gradiometer.checks.random_replay import ReplayError, recording, replaying
 
@@ -92,14 +95,26 @@ def test_a_model_in_bfloat16_and_in_float64(make):
     torch.testing.assert_close(last[0].double(), last[1], rtol=0.1, atol=0.05)
 
 
-def test_recurrent_networks_drop_the_same_outputs():
-    model = nn.LSTM(3, 4, 2, dropout=0.5)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks_drop_the_same_outputs(kind):
+    seen = []
+
+    class Kernels(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func.__name__ in {"lstm", "gru", "rnn_tanh"}:
+                seen.append(torch.backends.cudnn.enabled)
+            return func(*args, **kwargs or {})
+
+    model = kind(3, 4, 2, dropout=0.5)
     x = torch.randn(6, 2, 3)
-    with recording() as draws:
+    with Kernels(), recording() as draws:
         first = model(x)[0]
-    with replaying(draws):
+    with Kernels(), replaying(draws):
         second = copy.deepcopy(model).double()(x.double())[0]
     torch.testing.assert_close(second.float(), first)
+    # that of cuDNN keeps its random numbers
+    assert seen == [False, False]
+    assert torch.backends.cudnn.enabled
 
 
 def test_numbers_that_the_backward_draws():
@@ -145,6 +160,44 @@ def test_dropout_that_keeps_all_or_nothing():
         torch.native_dropout(x, 0.5, False)
         functional.scaled_dot_product_attention(x[None], x[None], x[None])
     assert not draws.drawn
+
+
+def test_attention_with_dropout_has_no_fused_kernel_while_it_is_recorded():
+    seen = []
+
+    class Kernels(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func.__name__ == "scaled_dot_product_attention":
+                seen.append(torch.backends.cuda.flash_sdp_enabled())
+            return func(*args, **kwargs or {})
+
+    x = torch.randn(1, 2, 3, 4)
+    attention = functional.scaled_dot_product_attention
+    layer = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+    calls = {
+        "imported": lambda: attention(x, x, x, None, 0.5),
+        "by its name": lambda: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+        "without dropout": lambda: attention(x, x, x),
+    }
+    for name, call in calls.items():
+        with Kernels(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            with recording() as draws:
+                call()
+            assert seen.pop() == (name == "without dropout")
+            assert len(draws.drawn) == (name != "without dropout")
+        assert functional.scaled_dot_product_attention is attention
+    inner = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            "gradiometer.checks.random_replay._ATTENTION",
+            functools.wraps(attention)(
+                lambda *args, **kwargs: (inner.append(1), attention(*args, **kwargs))[1]
+            ),
+        )
+        # inside of a function of torch
+        with recording():
+            layer(x[0], x[0], x[0], need_weights=False)
+    assert inner == [1]
 
 
 def test_another_operator_or_shape_is_an_error():

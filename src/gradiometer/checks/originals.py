@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from gradiometer.checks.batch import like
 from gradiometer.checks.lifting import WIDE, Lifting
 from gradiometer.checks.precision import Copy
+from gradiometer.checks.random_replay import ReplayError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -62,6 +63,8 @@ class Originals(TorchFunctionMode):
             return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
+        except ReplayError:
+            raise
         except RuntimeError:
             # the kernels that the step allows have no float64
             with sdpa_kernel(SDPBackend.MATH):

@@ -10,12 +10,17 @@ run without checkpoints, see `without_checkpoints`.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -27,6 +32,9 @@ _DROPOUT: Final = ("aten::native_dropout", "aten::_fused_dropout")
 _RRELU: Final = "aten::rrelu_with_noise"
 # says which kernel will draw, and draws nothing
 _CHOICE: Final = "aten::_fused_sdp_choice"
+
+_ATTENTION: Final = functional.scaled_dot_product_attention
+_RECURRENT: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class ReplayError(RuntimeError):
@@ -65,6 +73,9 @@ class Draws:
 def recording() -> Iterator[Draws]:
     """Record the random numbers that operators draw in a block.
 
+    Attention with dropout and recurrent layers compute in separate operators, here and in `replaying`: fused
+    kernels keep their random numbers to themselves.
+
     >>> import torch
     >>> x = torch.ones(4)
     >>> with recording() as draws:
@@ -75,7 +86,7 @@ def recording() -> Iterator[Draws]:
     True
     """
     draws = Draws()
-    with _Recording(draws):
+    with _separate_operators(), _Recording(draws):
         yield draws
 
 
@@ -92,8 +103,38 @@ def replaying(draws: Draws) -> Iterator[Draws]:
             decides whether numbers may be left over, see ``Draws.used``.
     """
     draws.used = 0
-    with _Replaying(draws):
+    with _separate_operators(), _Replaying(draws):
         yield draws
+
+
+@contextmanager
+def _separate_operators() -> Iterator[None]:
+    # functions of torch call it by its name in the module, others may have imported it
+    separate = partial(_attention, _ATTENTION)
+    with patch.object(functional, _ATTENTION.__name__, separate), _Separate():
+        yield
+
+
+class _Separate(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATTENTION:
+            return _attention(func, *args, **kwargs)
+        if getattr(func, "__name__", "") not in _RECURRENT:
+            return func(*args, **kwargs)
+        before = torch.backends.cudnn.enabled
+        torch.backends.cudnn.enabled = False
+        try:
+            return func(*args, **kwargs)
+        finally:
+            torch.backends.cudnn.enabled = before
+
+
+def _attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call attention, without a fused kernel if it has dropout."""
+    dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    with sdpa_kernel(SDPBackend.MATH) if dropout else nullcontext():
+        return attention(*args, **kwargs)
 
 
 class _Recording(TorchDispatchMode):
