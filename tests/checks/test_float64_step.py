@@ -135,6 +135,29 @@ def test_a_model_has_the_gradients_of_its_copy_in_float64(name, dtype):
         assert_equal(run, exact(model, x))
 
 
+def test_numbers_that_only_float64_has():
+    model = mlp()
+
+    def step(x):
+        output = model(x)
+        least = torch.finfo(output.dtype).min
+        for y in (
+            torch.tensor(least),
+            torch.tensor([least], dtype=torch.float32),
+            torch.full((1,), least),
+            torch.full((1,), least, dtype=torch.bfloat16),
+        ):
+            output = torch.max(output, y)
+        loss_of(output).backward()
+        return torch.tensor([1, 2]), torch.tensor(0.1), torch.tensor([[0.1, 1.0]]).sum()
+
+    run = float64_step(step, (X,), {}, model)
+    assert_equal(run, exact(model))
+    assert list(run.outputs) == ["output.1", "output.2"]
+    assert run.outputs["output.1"].item() == 0.1
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_a_complex_model():
     model = nn.Linear(8, 3, dtype=torch.complex64)
     x = X.to(torch.complex64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -92,15 +92,15 @@ class Lifting(TorchDispatchMode):
         lifted, named = _mapped(func, args, kwargs, wide) if not self._selects(name, args) else (args, kwargs)
         self._kept.before(func, lifted, named)
         try:
-            result = EXACT.get(name, func)(*lifted, **named)
+            # of whole numbers, or of none: `torch.ones(2)`, or `torch.arange(3) / 3`
+            has_default = not _is_random(func) and not _is_wide((lifted, named))
+            with wide_default() if has_default else nullcontext():
+                result = EXACT.get(name, func)(*lifted, **named)
         except (ReplayError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 whatever a library raises for float64
             result = self._in_own_dtype(func, args, kwargs, error)
         else:
-            if not written and lifted is not args and _is_narrow(result) and not _is_random(func):
-                # of whole numbers, or of none: `torch.ones(2)`, or `torch.arange(3) / 3`
-                result = _with_default(func, lifted, named)
             if getattr(func, "namespace", "aten") not in _TORCH:
                 self.examine(name, result, (lifted, named))
         self._kept.after(result, lifted, named)
@@ -259,22 +259,21 @@ def _each(change: Callable[[Any, bool], Any], value: Any, *, is_written: bool) -
     return change(value, is_written)
 
 
-def _is_narrow(result: Any) -> bool:
-    if isinstance(result, list | tuple):
-        return any([_is_narrow(x) for x in result])
-    return isinstance(result, Tensor) and result.dtype in WIDE
+def _is_wide(values: Any) -> bool:
+    return any([x.dtype in _WIDEST for x in tensors_in(values)])
 
 
 def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-def _with_default(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator while the default dtype is float64."""
+@contextmanager
+def wide_default() -> Iterator[None]:
+    """Make float64 the default dtype in a block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return func(*args, **kwargs)
+        yield
     finally:
         torch.set_default_dtype(before)
 

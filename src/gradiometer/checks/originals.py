@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from gradiometer.checks.batch import like
-from gradiometer.checks.lifting import WIDE, Lifting
+from gradiometer.checks.lifting import WIDE, Lifting, wide_default
 from gradiometer.checks.precision import Copy
 from gradiometer.checks.random_replay import ReplayError
 
@@ -59,6 +59,12 @@ class Originals(TorchFunctionMode):
         if self._lifting.is_paused:
             return func(*args, **kwargs)
         args, kwargs = self.mapped(args), self.mapped(kwargs)
+        if func in {torch.tensor, torch.as_tensor}:
+            # of numbers that only float64 has, such as the smallest one
+            if kwargs.get("dtype") in WIDE:
+                kwargs["dtype"] = WIDE[kwargs["dtype"]]
+            with wide_default():
+                return func(*args, **kwargs)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         try:
