@@ -90,7 +90,7 @@ GROUPS = {
         "inverse_scale",
         "share_found_inf_",
     ),
-    "Models": ("check_model", "ModelReport"),
+    "Models": ("check_model", "ModelReport", "GradientReport"),
     "Recording": ("watch", "Monitor", "Recorder", "StepRecord", "Finding", "Severity"),
     "Runs": ("read_run", "Run", "RunError", "compare_runs", "load_kept_step", "write_page"),
     "Ranks": ("Ranks", "RankError"),

@@ -19,7 +19,11 @@ _IS_COMMAND = _IS_MODULE or __name__ == _NAME
 
 if typing.TYPE_CHECKING or not _IS_COMMAND:
     from gradiometer import rules, sinks
-    from gradiometer.checks import ModelReport, check_model  # type: ignore[no-redef] # as below
+    from gradiometer.checks import (  # type: ignore[no-redef] # as below
+        GradientReport,
+        ModelReport,
+        check_model,
+    )
     from gradiometer.columns import (
         ACTIVATION_COLUMNS,
         COLUMNS,
@@ -144,6 +148,7 @@ __all__ = [
     "FiniteReport",
     "Flag",
     "FormatFit",
+    "GradientReport",
     "ModelReport",
     "ModuleReports",
     "Monitor",

@@ -6,12 +6,14 @@ its name. Everything that was changed is restored. Nothing here knows runs, sink
 """
 
 from gradiometer.checks.check_model import check_model
+from gradiometer.checks.gradient_report import GradientReport
 from gradiometer.checks.loss_graph import bounded_logits, leaves_of
 from gradiometer.checks.report import ContractResult, Evidence, ModelReport, Status
 
 __all__ = [
     "ContractResult",
     "Evidence",
+    "GradientReport",
     "ModelReport",
     "Status",
     "bounded_logits",

@@ -1,0 +1,113 @@
+"""How far a gradient may be from float64, by the errors that the reference's gradients have themselves.
+
+The allowed error of a tensor is ``factor * (1 + 6 / sqrt(numel)) * (error + unit * norm)``. ``error`` is the
+reference's own distance from float64, ``unit`` the relative error that its gradients usually have, and at
+least the unit roundoff of the coarsest arithmetic that is usual for the dtype. A tensor of few elements has
+more: its error is the norm of few random numbers, which may be near 0 by chance.
+
+A gradient whose terms cancel, such as that of a bias before a BatchNorm, is rounding alone. Its scale is that
+of the terms, which the other gradients of its module show.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+# by how much the error of a healthy step may exceed that of the reference
+FACTOR: Final = 3.0
+_SMALL: Final = 6.0
+# float32: TF32, which compiled code may use where eager code does not, cuts off all but 10 bits; float64: some
+# bits fewer than it has
+_UNITS: Final = {torch.float64: 2.0**-44, torch.float32: 2.0**-10, torch.float16: 2.0**-10}
+_BFLOAT16: Final = 2.0**-8
+_FLOAT8: Final = 2.0**-3
+# for errors that were not measured: a step whose gradients are float32 may compute in bfloat16
+_UNMEASURED: Final = 2.0**-6
+
+
+class Rounding(NamedTuple):
+    """What is known of a tensor's rounding error.
+
+    Attributes:
+        norm: the norm of the tensor, in float64 where there is that.
+        error: the norm of the difference between the reference and float64; 0 if it was not measured.
+        numel: the number of elements.
+        dtype: the dtype of the reference's tensor.
+    """
+
+    norm: float
+    error: float
+    numel: int
+    dtype: torch.dtype
+
+
+def unit_of(dtype: torch.dtype) -> float:
+    """Return the relative error that one rounding may have in a step whose gradients have a dtype."""
+    if dtype in _UNITS:
+        return _UNITS[dtype]
+    return _FLOAT8 if dtype.itemsize == 1 else _BFLOAT16
+
+
+def usual_error(tensors: Iterable[Rounding]) -> float:
+    """Return the relative error that a quarter of the tensors does not exceed."""
+    relative = sorted(x.error / x.norm for x in tensors if x.norm > 0)
+    return relative[len(relative) // 4] if relative else 0.0
+
+
+def allowed_errors(
+    tensors: Mapping[str, Rounding], factor: float, *, usual: float | None, is_coarse: bool
+) -> dict[str, float]:
+    """Return the norm that each tensor's error may have.
+
+    Args:
+        tensors: what is known of each tensor, by name.
+        factor: by how much the error may exceed that of the reference.
+        usual: the relative error that tensors usually have, as `usual_error`; None if errors were not
+            measured against float64, and are assumed from the dtypes.
+        is_coarse: whether the errors are those of a step that rounds as coarsely as `unit_of` says. Otherwise
+            they are scaled up to that.
+    """
+    largest = _largest({name: x.norm for name, x in tensors.items()})
+    allowed = {}
+    for name, (norm, measured, numel, dtype) in tensors.items():
+        error, unit = measured, max(unit_of(dtype), usual or 0.0)
+        if usual is None and dtype != torch.float64:
+            unit = max(unit, _UNMEASURED)
+        if usual is not None and not is_coarse:
+            error *= max(1.0, unit / max(usual, torch.finfo(dtype).eps / 2))
+        scale = error + unit * norm
+        # rounding of the terms that cancel
+        terms = unit * largest[name]
+        if norm <= max(error, terms):
+            scale += terms
+        allowed[name] = factor * (1.0 + _SMALL / math.sqrt(max(numel, 1))) * scale
+    return allowed
+
+
+def _largest(norms: Mapping[str, float]) -> dict[str, float]:
+    """Return the largest norm in the innermost module that has another tensor too, for each name."""
+    members: dict[str, list[str]] = {}
+    for name in norms:
+        for outer in _outer(name):
+            members.setdefault(outer, []).append(name)
+    most = {outer: max(norms[name] for name in names) for outer, names in members.items()}
+    return {
+        name: next((most[outer] for outer in _outer(name) if len(members[outer]) > 1), norms[name])
+        for name in norms
+    }
+
+
+def _outer(name: str) -> list[str]:
+    """Return the modules around a parameter, the innermost first.
+
+    >>> _outer("blocks.0.weight")
+    ['blocks.0', 'blocks', '']
+    """
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
