@@ -2,11 +2,15 @@
 
 The allowed error of a tensor is ``factor * (1 + 6 / sqrt(numel)) * (error + unit * norm)``. ``error`` is the
 reference's own distance from float64, ``unit`` the relative error that its gradients usually have, and at
-least the unit roundoff of the coarsest arithmetic that is usual for the dtype. A tensor of few elements has
-more: its error is the norm of few random numbers, which may be near 0 by chance.
+least the precision of the coarsest arithmetic that is usual for the dtype. A tensor of few elements has more:
+its error is the norm of few random numbers, which may be near 0 by chance.
 
 A gradient whose terms cancel, such as that of a bias before a BatchNorm, is rounding alone. Its scale is that
 of the terms, which the other gradients of its module show.
+
+A float32 step may use TF32 where the reference does not. Then the loss and so all gradients are hundreds of
+times farther from float64, while a fault in the backward pass leaves those before it as near as they are.
+Only such a step is judged by the errors of `RoundedProducts`.
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ if TYPE_CHECKING:
 # by how much the error of a healthy step may exceed that of the reference
 FACTOR: Final = 3.0
 _SMALL: Final = 6.0
-# float32: TF32, which compiled code may use where eager code does not, cuts off all but 10 bits; float64: some
-# bits fewer than it has
+# TF32 cuts off all but 10 bits; the errors of float64 are those of long sums
 _UNITS: Final = {torch.float64: 2.0**-44, torch.float32: 2.0**-10, torch.float16: 2.0**-10}
 _BFLOAT16: Final = 2.0**-8
 _FLOAT8: Final = 2.0**-3
 # for errors that were not measured: a step whose gradients are float32 may compute in bfloat16
 _UNMEASURED: Final = 2.0**-6
+# the least ratio of the errors of a tensor is below 1.4 in float32 steps, and above 7 in those with TF32
+_COARSE: Final = 4.0
 
 
 class Rounding(NamedTuple):
@@ -60,8 +65,18 @@ def usual_error(tensors: Iterable[Rounding]) -> float:
     return relative[len(relative) // 4] if relative else 0.0
 
 
+def is_coarse(tensors: Mapping[str, Rounding], errors: Mapping[str, float]) -> bool:
+    """Return whether a step rounds much more than its reference, as with TF32, by the errors of all."""
+    known = [(name, x) for name, x in tensors.items() if x.norm > 16.0 * x.error]
+    # an error of few elements may be small by chance
+    known = [(name, x) for name, x in known if x.numel >= 16] or known
+    least = [x.error + x.norm * torch.finfo(x.dtype).eps / 2 for _, x in known]
+    ratios = [errors[name] / each for (name, _), each in zip(known, least, strict=True)]
+    return min(ratios, default=0.0) > _COARSE
+
+
 def allowed_errors(
-    tensors: Mapping[str, Rounding], factor: float, *, usual: float | None, is_coarse: bool
+    tensors: Mapping[str, Rounding], factor: float, usual: float | None = None
 ) -> dict[str, float]:
     """Return the norm that each tensor's error may have.
 
@@ -70,17 +85,13 @@ def allowed_errors(
         factor: by how much the error may exceed that of the reference.
         usual: the relative error that tensors usually have, as `usual_error`; None if errors were not
             measured against float64, and are assumed from the dtypes.
-        is_coarse: whether the errors are those of a step that rounds as coarsely as `unit_of` says. Otherwise
-            they are scaled up to that.
     """
     largest = _largest({name: x.norm for name, x in tensors.items()})
     allowed = {}
-    for name, (norm, measured, numel, dtype) in tensors.items():
-        error, unit = measured, max(unit_of(dtype), usual or 0.0)
+    for name, (norm, error, numel, dtype) in tensors.items():
+        unit = max(unit_of(dtype), usual or 0.0)
         if usual is None and dtype != torch.float64:
             unit = max(unit, _UNMEASURED)
-        if usual is not None and not is_coarse:
-            error *= max(1.0, unit / max(usual, torch.finfo(dtype).eps / 2))
         scale = error + unit * norm
         # rounding of the terms that cancel
         terms = unit * largest[name]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from gradiometer.checks.allowed_error import Rounding, allowed_errors, usual_error
+from gradiometer.checks.allowed_error import Rounding, allowed_errors, is_coarse, unit_of, usual_error
 from gradiometer.checks.fault_kind import factor_of, fault_kind, nonfinite
 from gradiometer.stats.text_table import number
 from gradiometer.terminal import printable
@@ -76,7 +76,7 @@ class Tensors(NamedTuple):
         given: those of the step as given.
         reference: those of the reference in the step's precision.
         exact: those of the reference in float64; None if there is no such run.
-        rounded: those of the reference with matrix products as coarse as TF32; None if there is no such run.
+        rounded: those of the reference within `RoundedProducts`; None if there is no such run.
     """
 
     given: Mapping[str, Tensor]
@@ -93,23 +93,32 @@ class Compared(NamedTuple):
         factors: the factor of each tensor that has a gradient and was compared: 1 if it agrees, and None if
             no single one explains the difference.
         usual: the relative error that the reference usually has.
+        coarse: whether the step rounds as TF32 does, and the reference does not.
     """
 
     rows: list[GradientRow]
     factors: dict[str, float | None]
     usual: float
+    coarse: bool
 
 
 class _Pair(NamedTuple):
-    """A tensor as given and its reference, both in float64."""
+    """A tensor as given and its reference, both in float64; and the error of the rounded run."""
 
     given: Tensor
     base: Tensor
     rounding: Rounding
+    coarse: float | None
 
 
 def compare_tensors(
-    what: str, tensors: Tensors, factor: float, modules: Mapping[str, str], usual: float = 0.0
+    what: str,
+    tensors: Tensors,
+    factor: float,
+    modules: Mapping[str, str],
+    *,
+    least: float = 0.0,
+    coarse: bool | None = None,
 ) -> Compared:
     """Compare the tensors of a step with those of its reference.
 
@@ -118,7 +127,8 @@ def compare_tensors(
         tensors: the tensors of each run.
         factor: by how much an error may exceed that of the reference.
         modules: the module of each parameter, as text.
-        usual: the least relative error that is taken as usual.
+        least: the least relative error that is taken as usual.
+        coarse: whether the step rounds as TF32 does, and the reference does not; None to tell by the errors.
     """
     rows: dict[str, GradientRow] = {}
     pairs: dict[str, _Pair] = {}
@@ -129,19 +139,31 @@ def compare_tensors(
         if isinstance(found, _Pair):
             pairs[name] = found
     roundings = {name: pair.rounding for name, pair in pairs.items()}
-    usual = max(usual, usual_error(roundings.values())) if tensors.exact is not None else 0.0
-    allowed = allowed_errors(
-        roundings,
-        factor,
-        usual=usual if tensors.exact is not None else None,
-        is_coarse=tensors.rounded is not None,
-    )
+    usual, coarse = None, tensors.rounded is not None if tensors.exact is None else coarse
+    if tensors.exact is not None:
+        usual = max(least, usual_error(roundings.values()))
+        errors = {name: float((pair.given - pair.base).norm()) for name, pair in pairs.items()}
+        coarse = is_coarse(roundings, errors) if coarse is None else coarse
+    if coarse:
+        roundings = {name: _coarse(pair, usual or 0.0) for name, pair in pairs.items()}
+    allowed = allowed_errors(roundings, factor, usual)
     factors: dict[str, float | None] = {}
     for name, pair in pairs.items():
         rows[name] = row = _judged(rows[name], pair, allowed[name])
         if pair.rounding.norm > allowed[name]:
             factors[name] = factor_of(pair.given, pair.base, allowed[name]) if row.fails else 1.0
-    return Compared(list(rows.values()), factors, usual)
+    return Compared(list(rows.values()), factors, usual or 0.0, bool(coarse))
+
+
+def _coarse(pair: _Pair, usual: float) -> Rounding:
+    """Return the rounding of a tensor of a reference that would round as TF32 does."""
+    _, error, _, dtype = pair.rounding
+    if pair.coarse is not None:
+        error = max(error, pair.coarse)
+    elif usual:
+        # a gradient that rounding changes much is changed as much more by coarse rounding
+        error *= max(1.0, unit_of(dtype) / max(usual, torch.finfo(dtype).eps / 2))
+    return pair.rounding._replace(error=error)
 
 
 def _pair(name: str, tensors: Tensors) -> _Pair | GradientRow:
@@ -170,11 +192,11 @@ def _pair(name: str, tensors: Tensors) -> _Pair | GradientRow:
     base = other if exact is None else _wide(exact)
     if (row := _nonfinite(name, mine, other, base)) is not None:
         return row
-    error = float((other - base).norm())
+    rounding = Rounding(float(base.norm()), float((other - base).norm()), given.numel(), reference.dtype)
+    coarse = None
     if rounded is not None and rounded.shape == given.shape:
         coarse = float((_wide(rounded) - base).norm())
-        error = max(error, coarse if math.isfinite(coarse) else 0.0)
-    return _Pair(mine, base, Rounding(float(base.norm()), error, given.numel(), reference.dtype))
+    return _Pair(mine, base, rounding, coarse if coarse is not None and math.isfinite(coarse) else None)
 
 
 def _nonfinite(name: str, given: Tensor, reference: Tensor, base: Tensor) -> GradientRow | None:
@@ -194,7 +216,7 @@ def _nonfinite(name: str, given: Tensor, reference: Tensor, base: Tensor) -> Gra
 
 def _judged(row: GradientRow, pair: _Pair, allowed: float) -> GradientRow:
     """Return the row of a tensor with its error."""
-    given, base, (norm, _, numel, _) = pair
+    given, base, (norm, _, numel, _), _ = pair
     error, size = float((given - base).norm()), float(given.norm())
     fails = not error <= allowed
     ratio = size / norm if norm else math.nan

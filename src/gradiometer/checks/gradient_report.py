@@ -199,9 +199,9 @@ def judge(
         factor: by how much an error may exceed that of the reference.
         against: the name of the reference.
         notes: more notes for the report; those of the runs are added.
-        rounded: the reference with matrix products as coarse as TF32 (`RoundedProducts`), which measures how
-            far that leads. Without it the errors of float32 gradients are scaled to those of TF32, which
-            can't know about activations such as ReLU, whose gradient jumps.
+        rounded: the reference within `RoundedProducts`, which measures how far coarse rounding leads. It is
+            used for a step that rounds as TF32 does while its reference does not. Without it the errors of
+            the reference are scaled, which can't know about activations such as ReLU, whose gradient jumps.
     """
     others = [run.grads if run else None for run in (exact, rounded)]
     tensors = Tensors(given.grads, reference.grads, *others)
@@ -209,8 +209,13 @@ def judge(
     others = [run.outputs if run else None for run in (exact, rounded)]
     tensors = Tensors(given.outputs, reference.outputs, *others)
     # one output alone does not tell what rounding usually does
-    outputs = compare_tensors("output", tensors, factor, {}, grads.usual)
+    outputs = compare_tensors("output", tensors, factor, {}, least=grads.usual, coarse=grads.coarse)
     more = [note for run in (given, reference, exact) if run for note in run.notes]
+    if exact and grads.coarse and not any(row.fails for row in (*outputs.rows, *grads.rows)):
+        more.append(
+            "all gradients are farther from float64 than those of the reference, as with TF32: judged by the "
+            "errors of matrix products in 8 bits"
+        )
     if exact is None:
         more.append(
             f"compared with {against} only, without a float64 run: what rounding explains is assumed from "

@@ -1,4 +1,4 @@
-"""A mode in which matrix products round their inputs as TF32 does: how far does that lead from float64?"""
+"""A mode in which matrix products round their inputs coarsely: how far does that lead from float64?"""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-# the mantissa's last 13 bits, which TF32 does not have, and half of the last bit that it has
-_LOST: Final = (1 << 13) - 1
-_HALF: Final = 1 << 12
 _PRODUCTS: Final = frozenset(
     {
         "mm",
@@ -32,26 +29,36 @@ _PRODUCTS: Final = frozenset(
 
 
 class RoundedProducts(TorchDispatchMode):
-    """Rounds the float32 inputs of matrix products, convolutions and attention to TF32's 10-bit mantissas.
+    """Rounds the float32 inputs of matrix products, convolutions and attention to few bits.
 
-    A step that runs in it differs from its own float32 run as a healthy one that uses TF32 does.
+    A step that runs in it differs from its own float32 run as a healthy one that uses TF32 does, and more: a
+    small model with an activation such as ReLU, whose gradient jumps, has so few jumps that 10 bits may show
+    none by chance where another rounding shows one.
+
+    Args:
+        bits: the number of bits of the mantissa that are kept; TF32 has 10.
     """
+
+    def __init__(self, bits: int = 8) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._bits = bits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in _PRODUCTS or name.startswith("_scaled_dot_product"):
-            args = tree_map(rounded_to_tf32, args)
+            args = tree_map(lambda x: rounded(x, self._bits), args)
         return func(*args, **(kwargs or {}))
 
 
-def rounded_to_tf32(x: Any) -> Any:
-    """Return a float32 tensor rounded to 10-bit mantissas, and anything else as it is.
+def rounded(x: Any, bits: int) -> Any:
+    """Return a float32 tensor rounded to mantissas of a number of bits, and anything else as it is.
 
-    >>> float(rounded_to_tf32(torch.tensor(1 + 2**-11 + 2**-12)))
+    >>> float(rounded(torch.tensor(1 + 2**-11 + 2**-12), bits=10))
     1.0009765625
     """
     if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.layout != torch.strided:
         return x
-    bits = x.contiguous().view(torch.int32)
+    lost = 23 - bits
+    values = (x.contiguous().view(torch.int32) + (1 << (lost - 1))) & ~((1 << lost) - 1)
     # the sum would turn NaN into another value
-    return torch.where(x.isfinite(), ((bits + _HALF) & ~_LOST).view(torch.float32), x)
+    return torch.where(x.isfinite(), values.view(torch.float32), x)
