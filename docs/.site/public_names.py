@@ -56,8 +56,10 @@ GROUPS = {
     ),
     "Precision": (
         "collect_exponents",
+        "collect_projections",
         "precision_report",
         "ExponentStats",
+        "ProjectionStats",
         "PrecisionReport",
         "PrecisionRow",
         "FormatFit",

@@ -60,6 +60,7 @@ EXAMPLES = {
     "TensorStats": lambda _: variants(gm.collect(W)),
     "PairStats": lambda _: variants(gm.compare(W, W)),
     "ExponentStats": lambda _: variants(gm.collect_exponents(W)),
+    "ProjectionStats": lambda _: variants(gm.collect_projections(W)),
     "ActivationStats": lambda _: activations(),
     "Report": lambda _: reports(gm.collect(W)),
     "PairReport": lambda _: reports(gm.compare(W, W)),
