@@ -58,15 +58,13 @@ def factor_of(given: Tensor, reference: Tensor, noise: float) -> float | None:
     if not 0 < square < math.inf or math.sqrt(square) <= noise:
         return None
     factor = float(given @ reference) / square
-    size = max(abs(factor), 1.0)
+    if not bool(given.any()) or not math.isfinite(factor):
+        return 0.0 if factor == 0 else None
     # rounding is as large in proportion to the gradient
-    if not float((given - factor * reference).norm()) <= noise * size:
+    if not float((given - factor * reference).norm()) <= noise * abs(factor):
         return None
-    error = noise / math.sqrt(square) * size
-    if abs(factor) <= error or not bool(given.any()):
-        return 0.0 if not bool(given.any()) else None
     exact = _round_factor(factor)
-    if exact != 1.0 and abs(factor / exact - 1.0) <= min(0.02, max(error / abs(factor), 1e-3)):
+    if exact != 1.0 and abs(factor / exact - 1.0) <= min(0.02, max(noise / math.sqrt(square), 1e-3)):
         return exact
     # one element always has a factor
     return factor if given.numel() > 2 else None
@@ -89,8 +87,8 @@ def _times(factor: float) -> str:
     >>> _times(0.25), _times(-1.0), _times(65536.0), _times(1.0371)
     ('1/4 times', 'the negative of', '65,536 (2^16) times', '1.037 times')
     """
-    if factor in {-1.0, 0.0}:
-        return "the negative of" if factor else "0 times"
+    if factor == -1.0:
+        return "the negative of"
     size = abs(factor)
     if size >= 1 and size == int(size):
         power = f" (2^{int(math.log2(size))})" if size >= 1024 and math.log2(size).is_integer() else ""
@@ -122,16 +120,19 @@ def common_factor(factors: Sequence[float | None]) -> tuple[float, int] | None:
 
 def common_sentence(factor: float, name: str, *, is_all: bool) -> str:
     """Return the sentence about a factor that all gradients share, or all from one on."""
+    if not factor:
+        where = (
+            "all gradients" if is_all else f"from {name} on, in the order of the backward pass, all gradients"
+        )
+        return f"{where} are 0: nothing is passed back, or they were cleared"
     if not is_all:
         return (
             f"from {name} on, in the order of the backward pass, all gradients are {_times(factor)} the "
             "reference: what is passed back from there is scaled"
         )
-    power = math.log2(abs(factor)) if factor else 0.5
+    power = math.log2(abs(factor))
     causes = "the loss or the accumulation is scaled"
-    if factor == 0.0:
-        causes = "nothing reached the parameters, or the gradients were cleared"
-    elif factor == -1.0:
+    if factor == -1.0:
         causes = "the sign of the loss is flipped"
     elif power.is_integer() and power >= 10:
         causes = "a loss scale was not divided out"
