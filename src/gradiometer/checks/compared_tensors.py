@@ -119,6 +119,7 @@ def compare_tensors(
     *,
     least: float = 0.0,
     coarse: bool | None = None,
+    floors: Mapping[str, float] | None = None,
 ) -> Compared:
     """Compare the tensors of a step with those of its reference.
 
@@ -129,6 +130,7 @@ def compare_tensors(
         modules: the module of each parameter, as text.
         least: the least relative error that is taken as usual.
         coarse: whether the step rounds as TF32 does, and the reference does not; None to tell by the errors.
+        floors: the norm of an error that is to be expected in each tensor besides.
     """
     rows: dict[str, GradientRow] = {}
     pairs: dict[str, _Pair] = {}
@@ -138,14 +140,18 @@ def compare_tensors(
         rows[name] = replace(rows[name], what=what, module=modules.get(name, ""))
         if isinstance(found, _Pair):
             pairs[name] = found
-    roundings = {name: pair.rounding for name, pair in pairs.items()}
+    floors = floors or {}
+    roundings = {
+        name: pair.rounding._replace(error=max(pair.rounding.error, floors.get(name, 0.0)))
+        for name, pair in pairs.items()
+    }
     usual, coarse = None, tensors.rounded is not None if tensors.exact is None else coarse
     if tensors.exact is not None:
         usual = max(least, usual_error(roundings.values()))
         errors = {name: float((pair.given - pair.base).norm()) for name, pair in pairs.items()}
         coarse = is_coarse(roundings, errors) if coarse is None else coarse
     if coarse:
-        roundings = {name: _coarse(pair, usual or 0.0) for name, pair in pairs.items()}
+        roundings = {name: _coarse(x, pairs[name].coarse, usual or 0.0) for name, x in roundings.items()}
     allowed = allowed_errors(roundings, factor, usual)
     factors: dict[str, float | None] = {}
     for name, pair in pairs.items():
@@ -155,15 +161,15 @@ def compare_tensors(
     return Compared(list(rows.values()), factors, usual or 0.0, bool(coarse))
 
 
-def _coarse(pair: _Pair, usual: float) -> Rounding:
+def _coarse(rounding: Rounding, coarse: float | None, usual: float) -> Rounding:
     """Return the rounding of a tensor of a reference that would round as TF32 does."""
-    _, error, _, dtype = pair.rounding
-    if pair.coarse is not None:
-        error = max(error, pair.coarse)
+    _, error, _, dtype = rounding
+    if coarse is not None:
+        error = max(error, coarse)
     elif usual:
         # a gradient that rounding changes much is changed as much more by coarse rounding
         error *= max(1.0, unit_of(dtype) / max(usual, torch.finfo(dtype).eps / 2))
-    return pair.rounding._replace(error=error)
+    return rounding._replace(error=error)
 
 
 def _pair(name: str, tensors: Tensors) -> _Pair | GradientRow:

@@ -100,7 +100,8 @@ class GradientReport:
         return printable(f"agrees with {against}: {compared} tensors{left}")
 
     def __str__(self) -> str:
-        return text_table.text(self._table) if self.rows else "\n".join([self.summary, *self._notes])
+        is_known = any(each.is_compared for each in self.rows)
+        return text_table.text(self._table) if is_known else "\n".join([self.summary, *self._notes])
 
     def __repr__(self) -> str:
         first = f": {self.first.name}" if self.first else ""
