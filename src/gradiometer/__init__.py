@@ -23,6 +23,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         GradientReport,
         ModelReport,
         check_model,
+        save_reference,
     )
     from gradiometer.columns import (
         ACTIVATION_COLUMNS,
@@ -210,6 +211,7 @@ __all__ = [
     "precision_report",
     "read_run",
     "rules",
+    "save_reference",
     "share_found_inf_",
     "sinks",
     "tap",

@@ -81,7 +81,7 @@ def changed(place, value):
     ("change", "text"),
     [
         (changed(slice(32), lambda x: 0 * x), "rows 0-31 of 64 are 0, and the others agree"),
-        (changed(5, lambda x: -x), "row 5 of 64 are the negative of the reference, and the others agree"),
+        (changed(5, lambda x: -x), "row 5 of 64 is the negative of the reference, and the others agree"),
         (
             changed((slice(None), slice(40, 48)), lambda x: 2 * x),
             "columns 40-47 of 48 are 2 times the reference, and the others agree",
@@ -119,7 +119,7 @@ def test_channels_of_a_convolution():
     reference = gradient(0, (8, 4, 3, 3))
     given = changed((slice(None), slice(1)), lambda x: -x)(reference.clone())
     assert fault_kind(given, reference, 0.1) == (
-        "column 0 of 4 are the negative of the reference, and the others agree"
+        "column 0 of 4 is the negative of the reference, and the others agree"
     )
 
 

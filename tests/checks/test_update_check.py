@@ -143,7 +143,7 @@ def test_a_wrong_update_is_named(scale, text):
     assert [each.name for each in report.failures] == ["1.weight"]
     assert report.first.what == "update"
     assert text in str(report.first)
-    assert str(report.first).startswith("update 1.weight of LayerNorm: error ")
+    assert str(report.first).startswith("update 1.weight (LayerNorm): error ")
 
 
 def test_rounding_where_a_gradient_is_near_0_is_no_fault():

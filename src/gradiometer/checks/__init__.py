@@ -9,6 +9,7 @@ from gradiometer.checks.check_model import check_model
 from gradiometer.checks.gradient_report import GradientReport
 from gradiometer.checks.loss_graph import bounded_logits, leaves_of
 from gradiometer.checks.report import ContractResult, Evidence, ModelReport, Status
+from gradiometer.checks.save_reference import save_reference
 
 __all__ = [
     "ContractResult",
@@ -19,4 +20,5 @@ __all__ = [
     "bounded_logits",
     "check_model",
     "leaves_of",
+    "save_reference",
 ]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 # by how much the error of a healthy step may exceed that of the reference
 FACTOR: Final = 3.0
@@ -44,12 +44,57 @@ class Rounding(NamedTuple):
         error: the norm of the difference between the reference and float64; 0 if it was not measured.
         numel: the number of elements.
         dtype: the dtype of the reference's tensor.
+        coarse: the norm of the error within `RoundedProducts`; None if there is no such run.
     """
 
     norm: float
     error: float
     numel: int
     dtype: torch.dtype
+    coarse: float | None = None
+
+
+class Limits(NamedTuple):
+    """What `limits` returns.
+
+    Attributes:
+        allowed: the norm that each tensor's error may have.
+        usual: the relative error that a quarter of the tensors does not exceed; 0 if it was not measured.
+        is_coarse: whether the step rounds as TF32 does, and the reference does not.
+    """
+
+    allowed: dict[str, float]
+    usual: float
+    is_coarse: bool
+
+
+def limits(
+    tensors: Mapping[str, Rounding],
+    errors: Mapping[str, float],
+    factor: float,
+    *,
+    is_measured: bool,
+    least: float = 0.0,
+    is_coarse: bool | None = None,
+) -> Limits:
+    """Return how large the errors of a step may be.
+
+    Args:
+        tensors: what is known of each tensor, by name.
+        errors: the error of each tensor of the step.
+        factor: by how much an error may exceed that of the reference.
+        is_measured: whether there is a float64 run. Otherwise errors are assumed from the dtypes.
+        least: the least relative error that is taken as usual.
+        is_coarse: whether the step rounds as TF32 does; None to tell by the errors.
+    """
+    if not is_measured:
+        roundings = {name: _coarse(x, 0.0) for name, x in tensors.items()}
+        return Limits(_allowed(roundings, factor, None), 0.0, is_coarse=False)
+    relative = sorted(x.error / x.norm for x in tensors.values() if x.norm > 0)
+    usual = max(least, relative[len(relative) // 4] if relative else 0.0)
+    coarse = _is_coarse(tensors, errors) if is_coarse is None else is_coarse
+    roundings = {name: _coarse(x, usual) for name, x in tensors.items()} if coarse else dict(tensors)
+    return Limits(_allowed(roundings, factor, usual), usual, coarse)
 
 
 def unit_of(dtype: torch.dtype) -> float:
@@ -59,13 +104,7 @@ def unit_of(dtype: torch.dtype) -> float:
     return _FLOAT8 if dtype.itemsize == 1 else _BFLOAT16
 
 
-def usual_error(tensors: Iterable[Rounding]) -> float:
-    """Return the relative error that a quarter of the tensors does not exceed."""
-    relative = sorted(x.error / x.norm for x in tensors if x.norm > 0)
-    return relative[len(relative) // 4] if relative else 0.0
-
-
-def is_coarse(tensors: Mapping[str, Rounding], errors: Mapping[str, float]) -> bool:
+def _is_coarse(tensors: Mapping[str, Rounding], errors: Mapping[str, float]) -> bool:
     """Return whether a step rounds much more than its reference, as with TF32, by the errors of all."""
     known = [(name, x) for name, x in tensors.items() if x.norm > 16.0 * x.error]
     # an error of few elements may be small by chance
@@ -75,20 +114,23 @@ def is_coarse(tensors: Mapping[str, Rounding], errors: Mapping[str, float]) -> b
     return min(ratios, default=0.0) > _COARSE
 
 
-def allowed_errors(
-    tensors: Mapping[str, Rounding], factor: float, usual: float | None = None
-) -> dict[str, float]:
-    """Return the norm that each tensor's error may have.
+def _coarse(rounding: Rounding, usual: float) -> Rounding:
+    """Return the rounding of a tensor of a reference that would round as TF32 does."""
+    error = rounding.error
+    if rounding.coarse is not None:
+        error = max(error, rounding.coarse)
+    elif usual:
+        # a gradient that rounding changes much is changed as much more by coarse rounding
+        dtype = rounding.dtype
+        error *= max(1.0, unit_of(dtype) / max(usual, torch.finfo(dtype).eps / 2))
+    return rounding._replace(error=error)
 
-    Args:
-        tensors: what is known of each tensor, by name.
-        factor: by how much the error may exceed that of the reference.
-        usual: the relative error that tensors usually have, as `usual_error`; None if errors were not
-            measured against float64, and are assumed from the dtypes.
-    """
+
+def _allowed(tensors: Mapping[str, Rounding], factor: float, usual: float | None) -> dict[str, float]:
+    """Return the norm that each tensor's error may have; ``usual`` is None if it is not known."""
     largest = _largest({name: x.norm for name, x in tensors.items()})
     allowed = {}
-    for name, (norm, error, numel, dtype) in tensors.items():
+    for name, (norm, error, numel, dtype, _) in tensors.items():
         unit = max(unit_of(dtype), usual or 0.0)
         if usual is None and dtype != torch.float64:
             unit = max(unit, _UNMEASURED)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from gradiometer.checks.allowed_error import Rounding, allowed_errors, is_coarse, unit_of, usual_error
+from gradiometer.checks.allowed_error import Rounding, limits
 from gradiometer.checks.fault_kind import factor_of, fault_kind, nonfinite
 from gradiometer.stats.text_table import number
 from gradiometer.terminal import printable
@@ -59,7 +59,7 @@ class GradientRow:
         return self.is_compared and not self.fails and self.norm <= self.allowed
 
     def __str__(self) -> str:
-        name = f"{self.what} {self.name}" + (f" of {self.module}" if self.module else "")
+        name = f"{self.what} {self.name}" + (f" ({self.module})" if self.module else "")
         if math.isnan(self.error):
             return printable(f"{name}: {self.text}")
         size = self.norm or 1.0
@@ -103,12 +103,14 @@ class Compared(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """A tensor as given and its reference, both in float64; and the error of the rounded run."""
+    """A tensor as given and its reference, what rounding does to it, error, norm and inner product."""
 
     given: Tensor
     base: Tensor
     rounding: Rounding
-    coarse: float | None
+    error: float
+    size: float
+    product: float
 
 
 def compare_tensors(
@@ -135,59 +137,45 @@ def compare_tensors(
     rows: dict[str, GradientRow] = {}
     pairs: dict[str, _Pair] = {}
     for name in dict.fromkeys([*tensors.reference, *tensors.given]):
-        found = _pair(name, tensors)
+        found = _pair(name, tensors, what)
         rows[name] = found if isinstance(found, GradientRow) else GradientRow(name, what)
         rows[name] = replace(rows[name], what=what, module=modules.get(name, ""))
         if isinstance(found, _Pair):
             pairs[name] = found
-    floors = floors or {}
-    roundings = {
-        name: pair.rounding._replace(error=max(pair.rounding.error, floors.get(name, 0.0)))
-        for name, pair in pairs.items()
-    }
-    usual, coarse = None, tensors.rounded is not None if tensors.exact is None else coarse
-    if tensors.exact is not None:
-        usual = max(least, usual_error(roundings.values()))
-        errors = {name: float((pair.given - pair.base).norm()) for name, pair in pairs.items()}
-        coarse = is_coarse(roundings, errors) if coarse is None else coarse
-    if coarse:
-        roundings = {name: _coarse(x, pairs[name].coarse, usual or 0.0) for name, x in roundings.items()}
-    allowed = allowed_errors(roundings, factor, usual)
+    roundings = {name: pair.rounding for name, pair in pairs.items()}
+    for name, size in (floors or {}).items():
+        if name in roundings:
+            roundings[name] = roundings[name]._replace(error=max(roundings[name].error, size))
+    errors = {name: pair.error for name, pair in pairs.items()}
+    is_measured = tensors.exact is not None
+    limit = limits(roundings, errors, factor, is_measured=is_measured, least=least, is_coarse=coarse)
     factors: dict[str, float | None] = {}
     for name, pair in pairs.items():
-        rows[name] = row = _judged(rows[name], pair, allowed[name])
-        if pair.rounding.norm > allowed[name]:
-            factors[name] = factor_of(pair.given, pair.base, allowed[name]) if row.fails else 1.0
-    return Compared(list(rows.values()), factors, usual or 0.0, bool(coarse))
+        allowed = limit.allowed[name]
+        rows[name] = row = _judged(rows[name], pair, allowed)
+        if pair.rounding.norm > allowed:
+            factors[name] = factor_of(_wide(pair.given), _wide(pair.base), allowed) if row.fails else 1.0
+    return Compared(list(rows.values()), factors, limit.usual, limit.is_coarse)
 
 
-def _coarse(rounding: Rounding, coarse: float | None, usual: float) -> Rounding:
-    """Return the rounding of a tensor of a reference that would round as TF32 does."""
-    _, error, _, dtype = rounding
-    if coarse is not None:
-        error = max(error, coarse)
-    elif usual:
-        # a gradient that rounding changes much is changed as much more by coarse rounding
-        error *= max(1.0, unit_of(dtype) / max(usual, torch.finfo(dtype).eps / 2))
-    return rounding._replace(error=error)
-
-
-def _pair(name: str, tensors: Tensors) -> _Pair | GradientRow:
+def _pair(name: str, tensors: Tensors, what: str) -> _Pair | GradientRow:
     """Return what is to be compared, or the row of what can't be."""
     given, reference = tensors.given.get(name), tensors.reference.get(name)
     exact = (tensors.exact or {}).get(name)
     rounded = (tensors.rounded or {}).get(name)
+    # another function may return other things, and one process outputs of other shapes
+    is_wrong = what != "output"
     if given is None or reference is None:
         left, other = ("the step", reference) if given is None else ("the reference", given)
         size = float(_wide(other).norm()) if other is not None else 0.0
         # autograd may leave out a gradient that is 0
         text = f"{left} has none, the other one has a norm of {size:.3g}"
         if size != 0:
-            return GradientRow(name, "", fails=True, text=text)
+            return GradientRow(name, "", fails=is_wrong, text=text)
         return GradientRow(name, "", norm=0.0, error=0.0, allowed=0.0)
     if given.shape != reference.shape:
         shapes = f"has the shape {tuple(given.shape)}, in the reference {tuple(reference.shape)}"
-        return GradientRow(name, "", fails=True, text=shapes)
+        return GradientRow(name, "", fails=is_wrong, text=shapes)
     if not (given.is_floating_point() or given.is_complex()):
         if torch.equal(given.cpu(), reference.cpu()):
             return GradientRow(name, "", numel=given.numel(), error=0.0, allowed=0.0, norm=0.0)
@@ -198,11 +186,19 @@ def _pair(name: str, tensors: Tensors) -> _Pair | GradientRow:
     base = other if exact is None else _wide(exact)
     if (row := _nonfinite(name, mine, other, base)) is not None:
         return row
-    rounding = Rounding(float(base.norm()), float((other - base).norm()), given.numel(), reference.dtype)
     coarse = None
     if rounded is not None and rounded.shape == given.shape:
-        coarse = float((_wide(rounded) - base).norm())
-    return _Pair(mine, base, rounding, coarse if coarse is not None and math.isfinite(coarse) else None)
+        size = float((_wide(rounded) - base).norm())
+        coarse = size if math.isfinite(size) else None
+    size, rounding = float(base.norm()), float((other - base).norm())
+    return _Pair(
+        given,
+        reference if exact is None else exact,
+        Rounding(size, rounding, given.numel(), reference.dtype, coarse),
+        float((mine - base).norm()),
+        float(mine.norm()),
+        float((mine * base).sum()),
+    )
 
 
 def _nonfinite(name: str, given: Tensor, reference: Tensor, base: Tensor) -> GradientRow | None:
@@ -222,22 +218,18 @@ def _nonfinite(name: str, given: Tensor, reference: Tensor, base: Tensor) -> Gra
 
 def _judged(row: GradientRow, pair: _Pair, allowed: float) -> GradientRow:
     """Return the row of a tensor with its error."""
-    given, base, (norm, _, numel, _), _ = pair
-    error, size = float((given - base).norm()), float(given.norm())
-    fails = not error <= allowed
-    ratio = size / norm if norm else math.nan
-    cosine = float((given * base).sum()) / (size * norm) if size * norm else math.nan
-    text = fault_kind(given, base, allowed) if fails else ""
+    norm, fails = pair.rounding.norm, not pair.error <= allowed
+    lengths = pair.size * norm
     return replace(
         row,
-        numel=numel,
+        numel=pair.rounding.numel,
         norm=norm,
-        error=error,
+        error=pair.error,
         allowed=allowed,
-        cosine=cosine,
-        norm_ratio=ratio,
+        cosine=pair.product / lengths if lengths else math.nan,
+        norm_ratio=pair.size / norm if norm else math.nan,
         fails=fails,
-        text=text,
+        text=fault_kind(_wide(pair.given), _wide(pair.base), allowed) if fails else "",
     )
 
 

@@ -38,7 +38,7 @@ def fault_kind(given: Tensor, reference: Tensor, noise: float) -> str:
     if not bool(given.any()):
         return "all elements are 0"
     if (factor := factor_of(given, reference, noise)) is not None:
-        return f"all elements are {_times(factor)} the reference"
+        return f"all elements are {times(factor)} the reference"
     return (
         _lines(given, reference, noise)
         or _permuted(given, reference, noise)
@@ -81,10 +81,10 @@ def _round_factor(factor: float) -> float:
     return math.copysign(min(near, key=lambda each: abs(each / size - 1.0)), factor)
 
 
-def _times(factor: float) -> str:
+def times(factor: float) -> str:
     """Return a factor as text.
 
-    >>> _times(0.25), _times(-1.0), _times(65536.0), _times(1.0371)
+    >>> times(0.25), times(-1.0), times(65536.0), times(1.0371)
     ('1/4 times', 'the negative of', '65,536 (2^16) times', '1.037 times')
     """
     if factor == -1.0:
@@ -127,7 +127,7 @@ def common_sentence(factor: float, name: str, *, is_all: bool) -> str:
         return f"{where} are 0: nothing is passed back, or they were cleared"
     if not is_all:
         return (
-            f"from {name} on, in the order of the backward pass, all gradients are {_times(factor)} the "
+            f"from {name} on, in the order of the backward pass, all gradients are {times(factor)} the "
             "reference: what is passed back from there is scaled"
         )
     power = math.log2(abs(factor))
@@ -140,7 +140,7 @@ def common_sentence(factor: float, name: str, *, is_all: bool) -> str:
         causes = f"a sum over {int(factor)} micro-batches or ranks in place of their mean, or counted twice"
     elif 0 < factor < 1 and round(1 / factor) * factor == 1.0:
         causes = f"divided by {round(1 / factor)} once too often: the number of micro-batches or ranks"
-    return f"all gradients are {_times(factor)} the reference: {causes}"
+    return f"all gradients are {times(factor)} the reference: {causes}"
 
 
 def nonfinite(x: Tensor) -> str:
@@ -174,11 +174,12 @@ def _lines(given: Tensor, reference: Tensor, noise: float) -> str:
         word = "element" if given.dim() == 1 else _DIMS[dim]
         bad, good = x[wrong], r[wrong]
         part_noise = 4.0 * noise * max(float(good.norm() / norms.norm()), (count / len(r)) ** 0.5)
-        text = f"{_places(wrong, word)} differ, and the others agree"
+        places, verb = _places(wrong, word), "is" if count == 1 else "are"
+        text = f"{places} differ{'s' * (count == 1)}, and the others agree"
         if not bool(bad.any()):
-            text = f"{_places(wrong, word)} are 0, and the others agree"
+            text = f"{places} {verb} 0, and the others agree"
         elif (factor := factor_of(bad, good, part_noise)) is not None:
-            text = f"{_places(wrong, word)} are {_times(factor)} the reference, and the others agree"
+            text = f"{places} {verb} {times(factor)} the reference, and the others agree"
         if best is None or count / len(r) < best[0]:
             best = count / len(r), text
     return best[1] if best else ""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # the most rows that are shown: a screen
 _MOST_ROWS: Final = 12
+# the most characters about a tensor in the table
+_LONGEST: Final = 48
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,10 +95,9 @@ class GradientReport:
         if not self.is_comparable:
             return printable(f"not compared with {against}: no gradient could be compared{left}")
         if failed:
-            return printable(
-                f"differs from {against}: {failed} of {compared} tensors are wrong, "
-                f"{compared - failed} agree{left}"
-            )
+            verb = "is" if failed == 1 else "are"
+            counts = f"{failed} of {compared} tensors {verb} wrong, {compared - failed} agree"
+            return printable(f"differs from {against}: {counts}{left}")
         return printable(f"agrees with {against}: {compared} tensors{left}")
 
     def __str__(self) -> str:
@@ -155,10 +156,14 @@ class GradientReport:
         shown = ordered[:_MOST_ROWS]
         more = f"and {len(ordered) - len(shown)} more" if len(ordered) > len(shown) else ""
         header = ("tensor", "of", "error", "allowed", "cosine", "norm ratio", "")
-        return TextTable(self.summary, header, [_cells(each) for each in shown], more, (), self._notes)
+        # what is wrong with all of them, and with the first, is said below
+        first = self.first
+        texts = ["" if self.kind or each is first else printable(each.text) for each in shown]
+        rows = [_cells(each, text) for each, text in zip(shown, texts, strict=True)]
+        return TextTable(self.summary, header, rows, more, (), self._notes)
 
 
-def _cells(row: GradientRow) -> tuple[str, ...]:
+def _cells(row: GradientRow, text: str) -> tuple[str, ...]:
     size = row.norm or 1.0
     numbers = (
         ("-",) * 4
@@ -171,6 +176,8 @@ def _cells(row: GradientRow) -> tuple[str, ...]:
         )
     )
     state = ("wrong" if row.fails else "agrees") if row.is_compared else "not compared"
+    if text:
+        state += f": {text if len(text) <= _LONGEST else text[: _LONGEST - 1] + '…'}"
     return (printable(row.name), row.what, *numbers, state)
 
 
