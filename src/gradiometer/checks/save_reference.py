@@ -55,7 +55,7 @@ def save_reference(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pathlib.Path(folder, "reference.json")
     ...     gm.save_reference(path, step, torch.ones(4, 2), model=model)
-    ...     print(path.read_text()[:44])
+    ...     print(path.read_text()[:45])
     {"format":"gradiometer reference","version":1
     """
     outside_of_a_graph(_WHAT)
