@@ -311,3 +311,16 @@ def test_rounding_to_tf32():
     assert torch.equal(rounded(x, 10).nan_to_num(7.0), expected.nan_to_num(7.0))
     wide = x.double()
     assert rounded(wide, 10) is wide
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 8), (torch.float16, 8), (torch.bfloat16, 6)])
+def test_rounding_keeps_some_bits(dtype, bits):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, generator=generator).to(dtype)
+    found = rounded(x, 8)
+
+    assert found.dtype == dtype
+    assert 0 < float(((found - x).double() / x.double()).abs().max()) <= 2.0 ** -(bits + 1)
+    for end in (torch.finfo(dtype).max, torch.inf, torch.nan):
+        edge = torch.tensor([end, -end], dtype=dtype)
+        assert torch.equal(rounded(edge, 8).nan_to_num(7.0), edge.nan_to_num(7.0))

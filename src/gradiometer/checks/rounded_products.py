@@ -28,15 +28,24 @@ _PRODUCTS: Final = frozenset(
 )
 
 
+# bits of the mantissa, and an integer of the same size
+_FORMATS: Final = {
+    torch.float32: (23, torch.int32),
+    torch.float16: (10, torch.int16),
+    torch.bfloat16: (7, torch.int16),
+}
+
+
 class RoundedProducts(TorchDispatchMode):
-    """Rounds the float32 inputs of matrix products, convolutions and attention to few bits.
+    """Rounds the inputs of matrix products, convolutions and attention to few bits.
 
     A step that runs in it differs from its own float32 run as a healthy one that uses TF32 does, and more: a
     small model with an activation such as ReLU, whose gradient jumps, has so few jumps that 10 bits may show
     none by chance where another rounding shows one.
 
     Args:
-        bits: the number of bits of the mantissa that are kept; TF32 has 10.
+        bits: the number of bits of the mantissa that are kept, of bfloat16 one fewer than it has; TF32 has
+            10.
     """
 
     def __init__(self, bits: int = 8) -> None:
@@ -51,14 +60,15 @@ class RoundedProducts(TorchDispatchMode):
 
 
 def rounded(x: Any, bits: int) -> Any:
-    """Return a float32 tensor rounded to mantissas of a number of bits, and anything else as it is.
+    """Return a tensor rounded to mantissas of a number of bits, and anything else as it is.
 
     >>> float(rounded(torch.tensor(1 + 2**-11 + 2**-12), bits=10))
     1.0009765625
     """
-    if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.layout != torch.strided:
+    if not isinstance(x, Tensor) or x.dtype not in _FORMATS or x.layout != torch.strided:
         return x
-    lost = 23 - bits
-    values = (x.contiguous().view(torch.int32) + (1 << (lost - 1))) & ~((1 << lost) - 1)
-    # the sum would turn NaN into another value
-    return torch.where(x.isfinite(), values.view(torch.float32), x)
+    has, integer = _FORMATS[x.dtype]
+    lost = has - min(bits, has - 1)
+    values = ((x.contiguous().view(integer) + (1 << (lost - 1))) & ~((1 << lost) - 1)).view(x.dtype)
+    # the sum would turn NaN into another value, and the largest values into Inf
+    return torch.where(x.isfinite() & values.isfinite(), values, x)
