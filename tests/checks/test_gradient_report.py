@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -285,6 +286,26 @@ def test_integers_and_complex_and_sparse_tensors():
     report = judge(other, same, None, modules={}, against="eager")
     assert [each.name for each in report.failures] == ["z"]
     assert "not compared: output ids: differs, but has no gradient" in str(report)
+
+
+def test_outputs_alone_do_not_pass():
+    same = StepRun({"loss": torch.ones(())}, {})
+    report = judge(same, same, same, modules={}, against="eager")
+    assert not report
+    assert not report.is_comparable
+
+
+def test_reports_are_joined():
+    report = judged({**ONES, "bias": -ONES["bias"]})
+    other = judged(ONES)
+    other = replace(other, rows=tuple(replace(each, what="update") for each in other), notes=("more",))
+    both = other.joined(report)
+
+    assert [each.what for each in both] == ["update"] * 2 + ["gradient"] * 2
+    assert both["bias"].what == "update"
+    assert both.first == report.first
+    assert both.notes == ("more",)
+    assert not both
 
 
 def test_a_report_is_shown_on_one_screen_and_as_plain_values():

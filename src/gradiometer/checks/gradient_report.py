@@ -52,7 +52,7 @@ class GradientReport:
         return self.is_comparable and not self.failures
 
     def __getitem__(self, name: str) -> GradientRow:
-        """Return the row of a tensor by its name; a gradient's before an update's."""
+        """Return the first row of a name: that of a gradient, if there is one of an update too."""
         for each in self.rows:
             if each.name == name:
                 return each
@@ -66,9 +66,8 @@ class GradientReport:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether any gradient or update could be compared; any tensor, if there are only outputs."""
-        rows = [each for each in self.rows if each.what != "output"] or self.rows
-        return any(each.is_compared for each in rows)
+        """Whether any gradient or update could be compared."""
+        return any(each.is_compared for each in self.rows if each.what != "output")
 
     @property
     def failures(self) -> tuple[GradientRow, ...]:
@@ -113,9 +112,12 @@ class GradientReport:
         return text_table.html(self._table)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON; NaN is None."""
+        """Return plain values, for JSON; numbers that are not finite are None."""
         rows = [
-            {key: None if isinstance(x, float) and math.isnan(x) else x for key, x in asdict(each).items()}
+            {
+                key: None if isinstance(x, float) and not math.isfinite(x) else x
+                for key, x in asdict(each).items()
+            }
             for each in self.rows
         ]
         return {
