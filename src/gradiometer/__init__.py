@@ -19,7 +19,12 @@ _IS_COMMAND = _IS_MODULE or __name__ == _NAME
 
 if typing.TYPE_CHECKING or not _IS_COMMAND:
     from gradiometer import rules, sinks
-    from gradiometer.checks import ModelReport, check_model  # type: ignore[no-redef] # as below
+    from gradiometer.checks import (  # type: ignore[no-redef] # as below
+        GradientReport,
+        ModelReport,
+        check_model,
+        save_reference,
+    )
     from gradiometer.columns import (
         ACTIVATION_COLUMNS,
         COLUMNS,
@@ -73,6 +78,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         Pending,
         PrecisionReport,
         PrecisionRow,
+        ProjectionStats,
         Report,
         Smoothed,
         Snapshot,
@@ -84,6 +90,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         collect,
         collect_exponents,
         collect_grads,
+        collect_projections,
         collect_updates,
         collect_weights,
         compare,
@@ -144,6 +151,7 @@ __all__ = [
     "FiniteReport",
     "Flag",
     "FormatFit",
+    "GradientReport",
     "ModelReport",
     "ModuleReports",
     "Monitor",
@@ -155,6 +163,7 @@ __all__ = [
     "PerTensorClip",
     "PrecisionReport",
     "PrecisionRow",
+    "ProjectionStats",
     "RankError",
     "Ranks",
     "Recorder",
@@ -185,6 +194,7 @@ __all__ = [
     "collect_and_clip_",
     "collect_exponents",
     "collect_grads",
+    "collect_projections",
     "collect_updates",
     "collect_weights",
     "compare",
@@ -201,6 +211,7 @@ __all__ = [
     "precision_report",
     "read_run",
     "rules",
+    "save_reference",
     "share_found_inf_",
     "sinks",
     "tap",

@@ -6,15 +6,19 @@ its name. Everything that was changed is restored. Nothing here knows runs, sink
 """
 
 from gradiometer.checks.check_model import check_model
+from gradiometer.checks.gradient_report import GradientReport
 from gradiometer.checks.loss_graph import bounded_logits, leaves_of
 from gradiometer.checks.report import ContractResult, Evidence, ModelReport, Status
+from gradiometer.checks.save_reference import save_reference
 
 __all__ = [
     "ContractResult",
     "Evidence",
+    "GradientReport",
     "ModelReport",
     "Status",
     "bounded_logits",
     "check_model",
     "leaves_of",
+    "save_reference",
 ]

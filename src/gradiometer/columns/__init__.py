@@ -31,6 +31,13 @@ from gradiometer.columns.fingerprint import (
 )
 from gradiometer.columns.lines import LINES, line_weights
 from gradiometer.columns.pairs import PAIR_COLUMNS, PAIRS
+from gradiometer.columns.projections import (
+    DEFAULT_PROJECTIONS,
+    FIRST_PROJECTION,
+    PROJECTIONS,
+    sign_hash,
+    sign_keys,
+)
 from gradiometer.columns.ring_layout import (
     CURSOR_SIZE,
     HEADER_SECTIONS,
@@ -62,11 +69,13 @@ __all__ = [
     "CURSOR_SIZE",
     "DEFAULT_DEAD_THRESHOLD",
     "DEFAULT_EXPLODING_THRESHOLD",
+    "DEFAULT_PROJECTIONS",
     "DEFAULT_THRESHOLDS",
     "DEFAULT_VANISHING_THRESHOLD",
     "EXPONENTS",
     "EXPONENT_EDGES",
     "FINGERPRINT_COLUMNS",
+    "FIRST_PROJECTION",
     "FORMATS",
     "HEADER_SECTIONS",
     "HEADER_SKIPPED",
@@ -77,6 +86,7 @@ __all__ = [
     "NUM_FINGERPRINT_COLUMNS",
     "PAIRS",
     "PAIR_COLUMNS",
+    "PROJECTIONS",
     "RESIDUAL",
     "TENSORS",
     "WORD_BYTES",
@@ -102,6 +112,8 @@ __all__ = [
     "power_of_two",
     "quantile",
     "realized",
+    "sign_hash",
+    "sign_keys",
     "spread",
     "sqrt",
     "take",

@@ -71,7 +71,7 @@ ACTIVATIONS: Final = Schema(
         *("numel", "rms", "abs_max", "outlier_ratio", "kurtosis", "zero_fraction", "n_zero_channels"),
         *("n_calls", "n_nan", "n_inf"),
     ),
-    drawn=(*TENSORS.drawn, "outlier_ratio", "kurtosis", "zero_channel_fraction"),
+    drawn=(*(TENSORS.drawn or ()), "outlier_ratio", "kurtosis", "zero_channel_fraction"),
 )
 """The schema of `gradiometer.ActivationStats`."""
 

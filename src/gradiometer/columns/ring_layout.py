@@ -27,7 +27,7 @@ class Section(NamedTuple):
 
 
 class Cursor(enum.IntEnum):
-    """Indices in the cursor, ``(6,) float64``; integers are exact up to 2**53."""
+    """Indices in the cursor, ``(7,) float64``; integers are exact up to 2**53."""
 
     STEP = 0  # the current step
     COUNT = 1  # slots written so far; slot i is at i % capacity
@@ -35,6 +35,7 @@ class Cursor(enum.IntEnum):
     SKIP_NONFINITE = 3  # 1: skip a step with a non-finite gradient
     SKIP_ABOVE = 4  # skip a step whose total gradient norm is above this
     SKIP = 5  # 1: skip the current step
+    PROJECT_EVERY = 6  # a step divisible by this and EVERY is projected; 0: none is
 
 
 CURSOR_SIZE: Final = len(Cursor)

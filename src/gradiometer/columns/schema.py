@@ -172,7 +172,7 @@ class Schema:
         flags: the flags that are computed from them.
         storage: ``"columns"``, or ``"sparse"`` for many columns of which most are 0.
         shown: names of columns and derived values, those of a printed table.
-        drawn: names of those that the page of a run draws.
+        drawn: names of those that the page of a run draws; None: all raw columns but the first.
         index: the index of each column, by name.
         num_sums: the number of columns that merge by sum.
 
@@ -192,7 +192,7 @@ class Schema:
     flags: Flag = Flag(0)  # noqa: RUF009 an IntFlag is immutable
     storage: Literal["columns", "sparse"] = "columns"
     shown: tuple[str, ...] = ()
-    drawn: tuple[str, ...] = ()
+    drawn: tuple[str, ...] | None = None
     index: Mapping[str, int] = field(init=False, repr=False)
     num_sums: int = field(init=False, repr=False)
     _functions: Mapping[str, Callable[[Row], Tensor]] = field(init=False, repr=False)

@@ -8,6 +8,7 @@ from gradiometer.distributed.calls import StateDigest, differing_calls
 from gradiometer.distributed.collectives import all_reduce, all_reduce_pair, rendezvous, share, tell
 from gradiometer.distributed.comm_hook import register_bucket_hook
 from gradiometer.distributed.implicit_ranks import given_ranks, implicit_ranks_for, sharding_here
+from gradiometer.distributed.parts import part_of
 from gradiometer.distributed.process_groups import close, group_of, is_active, ranks_of, side_group
 from gradiometer.distributed.ranks import Ranks
 from gradiometer.distributed.redistribution import redistribute
@@ -34,6 +35,7 @@ __all__ = [
     "implicit_ranks_for",
     "is_active",
     "minority",
+    "part_of",
     "plain_sharding",
     "ranks_of",
     "redistribute",

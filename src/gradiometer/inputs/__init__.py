@@ -29,12 +29,15 @@ from gradiometer.inputs.dtensor import (
 )
 from gradiometer.inputs.named import Named, Tensors, check_names, named_tensors, present, with_names
 from gradiometer.inputs.parameters import Parameters, named_parameters, tracked_parameters
+from gradiometer.inputs.parts import Box, Part
 from gradiometer.inputs.views import as_flat, as_real, on_device
 from gradiometer.inputs.wrappers import modules_by_name, named_buffers, unwrapped, without_wrappers
 
 __all__ = [
+    "Box",
     "Named",
     "Parameters",
+    "Part",
     "Place",
     "Tensors",
     "Traits",

@@ -22,7 +22,7 @@ from gradiometer.kernels import tuning
 from gradiometer.kernels.primitives import NAN, NEGINF, POSINF, SUMSQ, is_due
 
 # defaults of arguments, see finalize.py
-_STEP, _COUNT, _, _SKIP_NONFINITE, _SKIP_ABOVE, _SKIP = map(int, Cursor)
+_STEP, _COUNT, _, _SKIP_NONFINITE, _SKIP_ABOVE, _SKIP, _ = map(int, Cursor)
 
 # rows per program
 _ROWS = 64

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 # arguments of a monitor that its recorder gets
 _OF_RECORDER: Final = (
-    "every weights updates capacity skip_nonfinite skip_above thresholds fingerprint taps precision kinds"
+    "every weights updates capacity skip_nonfinite skip_above thresholds fingerprint taps precision kinds "
+    "projections projections_every"
 )
 
 

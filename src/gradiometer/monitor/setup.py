@@ -56,6 +56,7 @@ def shared_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a monitor that must be equal on all ranks, as plain values."""
     return {
         **{name: given[name] for name in ("every", "skip_above", "precision", "states", "state_names")},
+        **{name: given[name] for name in ("projections", "projections_every")},
         **{name: bool(given[name]) for name in _SHARED_FLAGS.split()},
         "thresholds": repr(given["thresholds"]),
         "taps": getattr(given["taps"], "names", None),

@@ -9,11 +9,13 @@ from gradiometer.ops.clipping import clip_factors_, scale_
 from gradiometer.ops.dispatch import INSTALL_COMPILER, INTERPRETED, recognize, uses_kernels, writable
 from gradiometer.ops.exponents import measure_exponents, record_exponents_
 from gradiometer.ops.in_graph import is_exporting, tensor_stats_in_graph
+from gradiometer.ops.index_boxes import encode
 from gradiometer.ops.launch_plans import LaunchPlan
 from gradiometer.ops.line_reference import line_counts
 from gradiometer.ops.lines import measure_lines
 from gradiometer.ops.merge_rows import merge_rows_
 from gradiometer.ops.pairs import keep_, measure_pairs, recognize_pairs
+from gradiometer.ops.projections import may_project, measure_projections
 from gradiometer.ops.ring import append_, numbers, record_
 from gradiometer.ops.stream_order import StreamOrder
 from gradiometer.ops.taps import may_measure, new_store, tap
@@ -27,15 +29,18 @@ __all__ = [
     "StreamOrder",
     "append_",
     "clip_factors_",
+    "encode",
     "is_capturing",
     "is_exporting",
     "keep_",
     "line_counts",
     "may_measure",
+    "may_project",
     "measure",
     "measure_exponents",
     "measure_lines",
     "measure_pairs",
+    "measure_projections",
     "merge_rows_",
     "new_store",
     "norm_on_host",

@@ -118,6 +118,13 @@ def is_due(cursor: Tensor) -> bool:
     return bool(every > 0 and state[Cursor.STEP] % every == 0)
 
 
+def is_projected(cursor: Tensor) -> bool:
+    """Return whether EVERY and PROJECT_EVERY are positive and divide STEP. Waits for the cursor's device."""
+    state = numbers(cursor if cursor.device.type == "cpu" else cursor.cpu())
+    each = state[Cursor.EVERY], state[Cursor.PROJECT_EVERY]
+    return all([every > 0 and state[Cursor.STEP] % every == 0 for every in each])
+
+
 def _record(
     tensors: Sequence[Tensor],
     thresholds: Thresholds,
@@ -159,7 +166,7 @@ def append_in_eager(
         cursor.copy_(state_there)
         return
     state = numbers(cursor)
-    step, count, every, skip_nonfinite, skip_above, _ = state
+    step, count, every, skip_nonfinite, skip_above, *_ = state
     found = False
     if num_grads > 0:
         sums = columns[:num_grads].sum(dim=0).tolist()

@@ -6,7 +6,7 @@ holds them on the host. Nothing here starts a thread, accesses a disk or judges 
 
 from gradiometer.recorder.batch_look import BatchLook
 from gradiometer.recorder.catalog import Catalog, Rows
-from gradiometer.recorder.kinds import KINDS, LOSS_ORDER, Kind, described, kinds_of, label, register
+from gradiometer.recorder.kinds import KINDS, LOSS_ORDER, Kind, described, is_alike, kinds_of, label, register
 from gradiometer.recorder.model_state import (
     OPTION,
     Driver,
@@ -51,6 +51,7 @@ __all__ = [
     "check_integer",
     "described",
     "gradient_framework",
+    "is_alike",
     "kinds_of",
     "label",
     "register",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.columns import Schema
+from gradiometer.columns import PROJECTIONS, Schema
 from gradiometer.recorder.kinds import KINDS, Kind, kinds_of
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Catalog:
             raise ValueError(msg)
         schemas = {schema.name: schema for schema in map(Schema.from_dict, values["schemas"])}
         # with derived values, where they are known
-        for known in [kind.schema for kind in KINDS.values()]:
+        for known in [*[kind.schema for kind in KINDS.values()], *PROJECTIONS.values()]:
             if known.name in schemas and known.stores_the_same(schemas[known.name]):
                 schemas[known.name] = known
         kinds = [Kind.from_dict(kind, schemas) for kind in values["kinds"]]

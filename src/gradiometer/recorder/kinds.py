@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from gradiometer.columns import (
     ACTIVATIONS,
     ATTENTION,
+    DEFAULT_PROJECTIONS,
     EXPONENTS,
     PAIRS,
+    PROJECTIONS,
     RESIDUAL,
     TENSORS,
     Flag,
@@ -141,6 +143,16 @@ RESIDUALS: Final = Kind(
 )
 GRAD_EXPONENTS: Final = Kind("grad_exponents", EXPONENTS, "gradient", ".grad", option="precision=100")
 WEIGHT_EXPONENTS: Final = Kind("weight_exponents", EXPONENTS, "weight", option="precision=100", of="weights")
+GRAD_PROJECTIONS: Final = Kind(
+    "grad_projections", PROJECTIONS[DEFAULT_PROJECTIONS], "gradient", ".grad", option="projections=16"
+)
+WEIGHT_PROJECTIONS: Final = Kind(
+    "weight_projections",
+    PROJECTIONS[DEFAULT_PROJECTIONS],
+    "weight",
+    option="projections=16, weights=True",
+    of="weights",
+)
 
 
 def _of_state(name: str) -> Kind:
@@ -154,10 +166,19 @@ KINDS: Final[dict[str, Kind]] = {
         *(GRADS, WEIGHTS, UPDATES, ACTIVATION_VALUES, ACTIVATION_GRADS),
         *(ATTENTION_HEADS, RESIDUALS),
         *(GRAD_EXPONENTS, WEIGHT_EXPONENTS),
+        *(GRAD_PROJECTIONS, WEIGHT_PROJECTIONS),
         *map(_of_state, ("exp_avg", "exp_avg_sq", "momentum_buffer")),
     )
 }
 """The kinds by name, in the order of a record's tables; `register` adds others."""
+
+
+def is_alike(kind: Kind, known: Kind) -> bool:
+    """Return whether two kinds are equal, up to the number of projections."""
+    schemas = tuple(PROJECTIONS.values())
+    if kind.schema in schemas and known.schema in schemas:
+        kind = replace(kind, schema=known.schema)
+    return kind == known
 
 
 def described(kinds: Kind | Iterable[Kind]) -> list[Any]:
@@ -169,7 +190,13 @@ def described(kinds: Kind | Iterable[Kind]) -> list[Any]:
 
 
 def requested(
-    *, weights: bool, updates: bool, taps: bool, precision: bool, kinds: Kind | Iterable[Kind] = ()
+    *,
+    weights: bool,
+    updates: bool,
+    taps: bool,
+    precision: bool,
+    projections: int | None = None,
+    kinds: Kind | Iterable[Kind] = (),
 ) -> list[Kind]:
     """Return the kinds that a recorder with these arguments records; those of your own are registered."""
     own = (kinds,) if isinstance(kinds, Kind) else tuple(kinds)
@@ -188,7 +215,11 @@ def requested(
         GRAD_EXPONENTS: precision,
         WEIGHT_EXPONENTS: precision and weights,
     }
-    return [*[kind for kind, is_asked in asked.items() if is_asked], *own]
+    found = [kind for kind, is_asked in asked.items() if is_asked]
+    if projections is not None:
+        projected = (GRAD_PROJECTIONS, WEIGHT_PROJECTIONS)[: 1 + weights]
+        found += [replace(kind, schema=PROJECTIONS[projections]) for kind in projected]
+    return [*found, *own]
 
 
 def register(kind: Kind) -> Kind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -9,16 +10,22 @@ from torch import Tensor, nn
 
 from gradiometer import ops
 from gradiometer.columns import ACTIVATIONS, rows
-from gradiometer.inputs import on_device
+from gradiometer.inputs import describe, on_device
 from gradiometer.recorder.kinds import ACTIVATION_VALUES, ATTENTION_HEADS, RESIDUALS
 from gradiometer.stats import Taps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gradiometer.columns import Thresholds
     from gradiometer.recorder.kinds import Kind
+    from gradiometer.recorder.step_ring import StepRing
     from gradiometer.recorder.store import RingLayout
 
 _OWN: Final = (ATTENTION_HEADS, RESIDUALS)
+
+OWNERS: Final[weakref.WeakKeyDictionary[Taps, Callable[[], StepRing | None]]] = weakref.WeakKeyDictionary()
+"""Which recorder clears these taps."""
 
 
 def kinds_of_taps(taps: object) -> list[Kind]:
@@ -52,3 +59,21 @@ def append_taps(
         columns = on_device(taps.columns_of(kind.schema), ring.device)
         flags = kind.schema.flags_of(columns, thresholds)
         ops.append_(columns, flags, 0, ring, cursor, layout.sections[kind.name])
+
+
+def names_of_taps(taps: Taps | None, parameters: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of taps; raise ValueError if a parameter has one of them."""
+    if taps is None:
+        return ()
+    if not isinstance(taps, Taps):
+        msg = f"Recorder(taps=...): expected gm.Taps(model, ...), got {describe(taps)}"
+        raise TypeError(msg)
+    owner = OWNERS.get(taps, lambda: None)()
+    if owner is not None and any([own is taps for own in owner._taps]):  # noqa: SLF001 of this package
+        msg = "Recorder(taps=...): another Recorder or Monitor records these Taps, and clears them after "
+        raise ValueError(msg + "each step; close that Monitor, or make other Taps: gm.Taps(model, ...)")
+    twice = {*taps.names} & {*parameters}
+    if twice:
+        msg = f"Recorder(taps=...): {min(twice)!r} is the name of a tap and of a parameter; rename the tap"
+        raise ValueError(msg)
+    return taps.names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.recorder import KINDS, Catalog, Rows, kinds_of
+from gradiometer.recorder import KINDS, Catalog, Rows, is_alike, kinds_of
 from gradiometer.rules import Finding, checked
 from gradiometer.runs.files import RunError, unfit
 from gradiometer.runs.format import FINGERPRINTS, FORMAT, LARGEST_ATTEMPT, ROW, STEPS, TABLE_NAME, VERSION
@@ -66,7 +66,9 @@ def load_catalog(values: Any) -> Catalog:
         odd = [
             kind.name
             for kind in found.kinds.values()
-            if kind.name in KINDS and KINDS[kind.name] != kind and KINDS[kind.name].measure is None
+            if kind.name in KINDS
+            and not is_alike(kind, KINDS[kind.name])
+            and KINDS[kind.name].measure is None
         ]
         if odd or "grads" not in found.kinds:
             raise ValueError(f"kind {odd[0]} is another one" if odd else "there is no kind grads")  # noqa: TRY301 as for other content

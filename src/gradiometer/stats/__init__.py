@@ -38,6 +38,12 @@ from gradiometer.stats.norms import Norms, finite_norm, norms_of, order_of
 from gradiometer.stats.pair_stats import PairReport, PairRow, PairStats
 from gradiometer.stats.plot import INK, new_axes
 from gradiometer.stats.precision_report import FormatFit, PrecisionReport, PrecisionRow
+from gradiometer.stats.projection_stats import (
+    ProjectionStats,
+    check_projections,
+    collect_projections,
+    projections_of,
+)
 from gradiometer.stats.repeats import is_repeating, keep_in_repeats, repeating
 from gradiometer.stats.report import ModuleReports, Report, TensorReport
 from gradiometer.stats.snapshot import Snapshot
@@ -82,6 +88,7 @@ __all__ = [
     "Pending",
     "PrecisionReport",
     "PrecisionRow",
+    "ProjectionStats",
     "Report",
     "Smoothed",
     "Snapshot",
@@ -93,10 +100,12 @@ __all__ = [
     "aligned",
     "amount",
     "block_losses",
+    "check_projections",
     "check_replicas",
     "collect",
     "collect_exponents",
     "collect_grads",
+    "collect_projections",
     "collect_updates",
     "collect_weights",
     "compare",
@@ -126,6 +135,7 @@ __all__ = [
     "plain",
     "precision_report",
     "preformatted",
+    "projections_of",
     "redistributed",
     "repeating",
     "report_of",

@@ -45,7 +45,9 @@ def drawn_of(kind: Kind) -> tuple[str, ...]:
     """Return the statistics of a kind that have a heat map; without any choice, all raw columns."""
     schema = kind.schema
     # of a schema that is not registered, only the columns are known
-    return schema.drawn or (tuple(schema.index)[1:] if schema.storage == "columns" else ())
+    if schema.drawn is not None:
+        return schema.drawn
+    return tuple(schema.index)[1:] if schema.storage == "columns" else ()
 
 
 def describe(kind: Kind, statistics: Iterable[str]) -> dict[str, Any]:
