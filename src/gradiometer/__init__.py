@@ -22,6 +22,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
     from gradiometer.checks import (  # type: ignore[no-redef] # as below
         GradientReport,
         ModelReport,
+        check_gradients,
         check_model,
         save_reference,
     )
@@ -184,6 +185,7 @@ __all__ = [
     "block_losses",
     "check_deterministic",
     "check_finite",
+    "check_gradients",
     "check_model",
     "check_replicas",
     "clip_coefficient",

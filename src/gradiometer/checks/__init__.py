@@ -5,6 +5,7 @@ with changed inputs, in float64 where it has that. Contracts are functions of a 
 its name. Everything that was changed is restored. Nothing here knows runs, sinks or trainers.
 """
 
+from gradiometer.checks.check_gradients import check_gradients
 from gradiometer.checks.check_model import check_model
 from gradiometer.checks.gradient_report import GradientReport
 from gradiometer.checks.loss_graph import bounded_logits, leaves_of
@@ -18,6 +19,7 @@ __all__ = [
     "ModelReport",
     "Status",
     "bounded_logits",
+    "check_gradients",
     "check_model",
     "leaves_of",
     "save_reference",

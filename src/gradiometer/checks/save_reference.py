@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from gradiometer.checks.kept_state import kept_state
-from gradiometer.checks.reference_file import write_reference
-from gradiometer.checks.saved_reference import reference_of
-from gradiometer.checks.step_run import StepRun
 from gradiometer.inputs import named_parameters
-from gradiometer.stats import leaves, outside_of_a_graph
+from gradiometer.stats import outside_of_a_graph
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from torch import nn
 
@@ -34,7 +28,8 @@ def save_reference(
     """Run a step in one process, and save what a run on many ranks is compared with.
 
     The file is JSON. Of each gradient and each weight it has the norm and sums with random signs, and of each
-    gradient the error that rounding gives it. Afterwards everything is as before.
+    gradient the error that rounding gives it. The step runs in eager mode and in float64, from gradients of
+    None. Afterwards everything is as before.
 
     Args:
         path: the file to write; it is replaced if it exists.
@@ -61,28 +56,17 @@ def save_reference(
     outside_of_a_graph(_WHAT)
     named = named_parameters(model, _WHAT)
     weights = dict(zip(named.names, named.tensors, strict=True))
-    reference, exact, rounded = _runs(step, args, kwargs, model, weights)
-    if not reference.grads:
+    # slow to import
+    from gradiometer.checks.reference_file import write_reference  # noqa: PLC0415
+    from gradiometer.checks.reference_runs import Runs  # noqa: PLC0415
+    from gradiometer.checks.saved_reference import reference_of  # noqa: PLC0415
+
+    runs = Runs(step, args, kwargs, model=model, clears=True)
+    with runs.quietly():
+        found = runs.references(step)
+    if not found.eager.grads:
         msg = f"{_WHAT}: the step leaves no gradient of the model's parameters; call backward() in it"
         raise ValueError(msg)
-    saved = reference_of(reference, exact, weights, rounded=rounded, projections=projections, seed=seed)
+    signs: dict[str, int] = {"projections": projections, "seed": seed}
+    saved = reference_of(found.eager, found.exact, weights, rounded=found.rounded, notes=found.notes, **signs)
     write_reference(path, saved)
-
-
-def _runs(
-    step: Callable[..., Any], args: Any, kwargs: Any, model: nn.Module, parameters: Mapping[str, Tensor]
-) -> tuple[StepRun, StepRun | None, StepRun | None]:
-    """Return a run of the step, one in float64, and one with coarse matrix products."""
-    with kept_state(model):
-        for p in parameters.values():
-            p.grad = None
-        returned = step(*args, **kwargs)
-        outputs = {
-            name: x.detach().clone() for name, x in leaves("output", returned) if isinstance(x, Tensor)
-        }
-        grads = {
-            name: p.grad.detach().clone()
-            for name, p in reversed(list(parameters.items()))
-            if p.grad is not None
-        }
-    return StepRun(outputs, grads), None, None
