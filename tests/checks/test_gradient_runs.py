@@ -194,3 +194,21 @@ def test_compiled_again_without_dropout_or_with_the_numbers_of_eager_mode():
         assert torch.equal(called(), as_it_is)
         with recompiled(backends[0], dropout=False):
             called()
+
+
+def test_compiled_again_also_at_the_limit_of_recompilations():
+    def noisy(x, number):
+        return functional.dropout(x * number, 0.5)
+
+    compiled = torch.compile(noisy, backend="aot_eager", dynamic=False)
+    backends = []
+    with torch._dynamo.config.patch(recompile_limit=2, specialize_float=True):
+        for number in (2.0, 3.0):
+            compiled(torch.ones(9), number)
+        with eagerly(backends):
+            compiled(torch.ones(9), 2.0)
+        with recompiled(backends[0], dropout=False):
+            assert torch.equal(compiled(torch.ones(9), 3.0), torch.full((9,), 3.0))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for number in (2.0, 3.0):
+                compiled(torch.ones(9), number)

@@ -49,7 +49,7 @@ def check_gradients(
     Afterwards everything is as before: parameters, gradients, buffers, attributes and hooks of models;
     optimizers, schedulers, scalers and generators; tensors and containers in the arguments, the closure and
     the globals of the step; random states. Monitors do not record these runs. Files, and what other processes
-    do, are not restored. The check runs the step 4 times, and a compiled step with random numbers 20 times
+    do, are not restored. The check runs the step 4 or 5 times, a compiled step with random numbers 20 times
     or more, and needs memory for 5 copies of the model's state.
 
     With DistributedDataParallel, all ranks have to make this call, and the float64 gradients are averaged

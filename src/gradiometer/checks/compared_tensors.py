@@ -24,7 +24,8 @@ class GradientRow:
 
     Attributes:
         name: the parameter's name, or that of the output.
-        what: ``"output"``, ``"gradient"`` or ``"update"``.
+        what: ``"output"``, ``"gradient"``, ``"update"``; or ``"slope"``, of the loss along a gradient, whose
+            norm is compared with it.
         module: the module that has the parameter, as text; ``""`` for outputs.
         numel: the number of elements.
         norm: the norm of the reference, in float64 if there is a float64 run.
@@ -65,7 +66,9 @@ class GradientRow:
         size = self.norm or 1.0
         text = f"{name}: error {number(self.error / size)}, allowed {number(self.allowed / size)}"
         text += " of its norm" if self.norm else ""
-        text += f"; cosine {self.cosine:.4f}, ratio of norms {number(self.norm_ratio, 4)}"
+        # a slope has no direction
+        text += "" if math.isnan(self.cosine) else f"; cosine {self.cosine:.4f}"
+        text += "" if math.isnan(self.norm_ratio) else f", ratio of norms {number(self.norm_ratio, 4)}"
         return printable(f"{text}; {self.text}" if self.text else text)
 
 

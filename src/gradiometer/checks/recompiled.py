@@ -62,7 +62,13 @@ def recompiled(backend: Callable[..., Any], *, dropout: bool) -> Iterator[None]:
 
     ``backend``: the one that they are compiled with, which keeps its options.
     """
-    with torch.compiler.set_stance("default", force_backend=_changed(backend, dropout)):
+    config: Any = torch._dynamo.config  # noqa: SLF001
+    # at the limit, code runs eagerly without an error
+    limits = {name: 2 * getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
+    with (
+        config.patch(limits),
+        torch.compiler.set_stance("default", force_backend=_changed(backend, dropout)),
+    ):
         yield
 
 
