@@ -50,6 +50,16 @@ def test_a_healthy_model_agrees(kind, two_ranks):
             assert precision == ("float64" if has_float64 else "")
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tp"])
+def test_a_healthy_model_agrees_with_what_one_process_has_saved(kind, two_ranks, tmp_path):
+    model = whole(torch.float32)
+    gm.save_reference(tmp_path / "reference.json", step_of(model), *batch(), model=model)
+    for agrees, failures, precision, _, text in two_ranks.run(check, kind, tmp_path / "reference.json"):
+        assert agrees, text
+        assert not failures
+        assert precision == "float64"
+
+
 def check(rank, kind, against):
     x, target = (part.chunk(2)[rank] for part in batch())
     model = whole(torch.float32)
