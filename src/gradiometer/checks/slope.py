@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from gradiometer.checks.reference_runs import Runs
     from gradiometer.checks.step_run import StepRun
 
-# by how much the loss and the weights change, at most
-_CHANGE: Final = 1e-2
+# by how much the loss and the weights change, at most; more if rounding hides that, as in bfloat16
+_CHANGES: Final = (1e-2, 5e-2)
 # of the norm; healthy steps in float32 have 1e-3
 _ALLOWED: Final = 0.03
 # more can't be told from healthy steps
@@ -65,6 +65,8 @@ def slope_rows(
     scale = ours.norm / theirs.norm
     spread = max(ours.spread, scale * theirs.spread, scale * theirs.error)
     allowed = max(_ALLOWED * ours.norm, 4.0 * spread)
+    if 4.0 * max(ours.spread, scale * theirs.spread) > _TOO_MUCH * ours.norm:
+        return [], "its rounding is too coarse"
     if allowed > _TOO_MUCH * ours.norm:
         return [], "in eager mode, the returned loss does not change along the gradients as these say"
     rows = [_row("the loss", "", ours, allowed)]
@@ -92,18 +94,24 @@ def _measured(
     weights = _norm(parameters.values())
     if loss is None or not 0.0 < norm < float("inf"):
         return None
-    length = min(_CHANGE * max(abs(loss), 1e-3) / norm, _CHANGE * (weights or 1.0))
-    slopes = []
-    for distance in (length, length / 2):
-        ends = []
-        for each in (distance, -distance):
-            moved = [(p, grads[name], each / norm) for name, p in parameters.items()]
-            contexts = [] if context is None else [context()]
-            end = _loss(runs.run(step, *contexts, _moved(moved)))
-            ends.append(float("nan") if end is None else end)
-        slopes.append((ends[0] - ends[1]) / (2.0 * distance))
-    spread = abs(slopes[0] - slopes[1])
-    return _Slope(norm, slopes[1], spread) if spread < float("inf") else None
+    found = None
+    for change in _CHANGES:
+        length = min(change * max(abs(loss), 1e-3) / norm, change * (weights or 1.0))
+        slopes = []
+        for distance in (length, length / 2):
+            ends = []
+            for each in (distance, -distance):
+                moved = [(p, grads[name], each / norm) for name, p in parameters.items()]
+                contexts = [] if context is None else [context()]
+                end = _loss(runs.run(step, *contexts, _moved(moved)))
+                ends.append(float("nan") if end is None else end)
+            slopes.append((ends[0] - ends[1]) / (2.0 * distance))
+        spread = abs(slopes[0] - slopes[1])
+        if spread < (float("inf") if found is None else found.spread):
+            found = _Slope(norm, slopes[1], spread)
+        if found is not None and found.spread < _ALLOWED / 4.0 * norm:
+            break
+    return found
 
 
 def _norm(tensors: Any) -> float:
