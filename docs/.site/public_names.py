@@ -92,7 +92,7 @@ GROUPS = {
         "inverse_scale",
         "share_found_inf_",
     ),
-    "Models": ("check_model", "ModelReport"),
+    "Models": ("check_model", "ModelReport", "check_gradients", "save_reference", "GradientReport"),
     "Recording": ("watch", "Monitor", "Recorder", "StepRecord", "Finding", "Severity"),
     "Runs": ("read_run", "Run", "RunError", "compare_runs", "load_kept_step", "write_page"),
     "Ranks": ("Ranks", "RankError"),

@@ -19,7 +19,13 @@ _IS_COMMAND = _IS_MODULE or __name__ == _NAME
 
 if typing.TYPE_CHECKING or not _IS_COMMAND:
     from gradiometer import rules, sinks
-    from gradiometer.checks import ModelReport, check_model  # type: ignore[no-redef] # as below
+    from gradiometer.checks import (  # type: ignore[no-redef] # as below
+        GradientReport,
+        ModelReport,
+        check_gradients,
+        check_model,
+        save_reference,
+    )
     from gradiometer.columns import (
         ACTIVATION_COLUMNS,
         COLUMNS,
@@ -150,6 +156,7 @@ __all__ = [
     "FormatFit",
     "GradientAgreement",
     "GradientCosines",
+    "GradientReport",
     "ModelReport",
     "ModuleReports",
     "Monitor",
@@ -182,6 +189,7 @@ __all__ = [
     "block_losses",
     "check_deterministic",
     "check_finite",
+    "check_gradients",
     "check_model",
     "check_replicas",
     "clip_coefficient",
@@ -209,6 +217,7 @@ __all__ = [
     "precision_report",
     "read_run",
     "rules",
+    "save_reference",
     "share_found_inf_",
     "sinks",
     "tap",

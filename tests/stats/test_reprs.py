@@ -70,6 +70,7 @@ EXAMPLES = {
     "Pending": lambda _: [gm.collect(W).materialize_async()],
     "FiniteReport": lambda _: [gm.check_finite(torch.nn.Linear(2, 1))],
     "ModelReport": lambda _: [gm.check_model(torch.nn.Linear(2, 1), torch.ones(3, 2), only=["examples"])],
+    "GradientReport": lambda _: [gm.GradientReport((), "eager")],
     "Monitor": lambda _: [recorded()[0]],
     "StepRecord": lambda _: recorded()[1],
     "Ranks": lambda _: [gm.Ranks(torch.nn.Linear(2, 1))],

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from gradiometer.inputs import is_dtensor, local_shard
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
@@ -161,12 +163,18 @@ def _tensor(x: Tensor) -> Callable[[], None]:
 
 def write(x: Tensor, values: Tensor) -> None:
     """Copy values into a tensor without a graph, also into one that was made in inference mode."""
+    x, values = _here(x), _here(values)
     with torch.inference_mode() if x.is_inference() else torch.no_grad():
         x.copy_(values)
 
 
+def _here(x: Tensor) -> Tensor:
+    return local_shard(x) if is_dtensor(type(x)) else x
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same bits."""
+    """Return whether two tensors have the same bits, of DTensors on this rank."""
+    a, b = _here(a), _here(b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     # one element may have any stride

@@ -1,4 +1,4 @@
-"""Run reentrant checkpoints with an ordinary graph: `torch.autograd.grad` does not work through them."""
+"""Run checkpoints with an ordinary graph: `torch.autograd.grad` does not work through reentrant ones."""
 
 from __future__ import annotations
 
@@ -35,3 +35,25 @@ def plain_checkpoints() -> Iterator[None]:
         yield
     finally:
         module.CheckpointFunction = before
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Keep activations instead of recomputing them, in checkpoints of both kinds."""
+    module: Any = torch.utils.checkpoint
+    # the name has changed with torch 2.14; `checkpoint` looks it up at each call
+    names = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    with plain_checkpoints():
+        for name in before:
+            setattr(module, name, _nothing)
+        try:
+            yield
+        finally:
+            for name, generator in before.items():
+                setattr(module, name, generator)
+
+
+def _nothing(*_: Any, **__: Any) -> Iterator[None]:
+    """Do nothing before and after the function of a checkpoint, which calls it in between."""
+    yield

@@ -27,19 +27,27 @@ _LIBRARIES = ("torch.", "numpy", "gradiometer")
 _KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Generator)
 
 
-def find_parts(step: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def find_parts(
+    step: Any, args: Any, kwargs: Any, others: list[tuple[str, Any]] | None = None
+) -> dict[str, Any]:
     """Return models, optimizers, schedulers, scalers and generators that a step can reach, by name.
 
     They are looked for in its arguments and closure, the globals that it names, the object that it is a
-    method of, and in functions, containers and objects among these.
+    method of, and in functions, containers and objects among these. To ``others``, if given, the remaining
+    values that were found are added, tensors, functions, containers and objects, with the package of the
+    function or object that refers to them; of arguments, an empty text.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
 
-    def look(name: str, value: Any, depth: int) -> None:
-        if id(value) in seen or depth > _DEPTH or isinstance(value, Tensor | types.ModuleType | type):
+    def look(name: str, value: Any, depth: int, package: str = "") -> None:
+        if id(value) in seen or depth > _DEPTH or isinstance(value, types.ModuleType | type):
             return
         seen.add(id(value))
+        if others is not None and not isinstance(value, _KINDS):
+            others.append((package, value))
+        if isinstance(value, Tensor):
+            return
         compiled = getattr(value, "_torchdynamo_orig_callable", None)
         if isinstance(value, _KINDS):
             found.setdefault(name if name not in found else f"{name}_{len(found)}", value)
@@ -52,16 +60,18 @@ def find_parts(step: Any, args: Any, kwargs: Any) -> dict[str, Any]:
             inner = {value.__func__.__name__: value.__func__, "self": value.__self__}
         elif isinstance(value, types.FunctionType):
             inner = _names_of(value)
+            package = str(value.__module__).partition(".")[0]
         elif isinstance(value, Mapping):
             inner = {str(key): x for key, x in value.items()}
         elif isinstance(value, list | tuple):
             inner = {f"{name}_{i}": x for i, x in enumerate(value)}
         elif hasattr(value, "__dict__") and not type(value).__module__.startswith(_LIBRARIES):
             inner = vars(value) | ({"call": type(value).__call__} if callable(value) else {})
+            package = type(value).__module__.partition(".")[0]
         else:
             return
         for key, x in inner.items():
-            look(key, x, depth + 1)
+            look(key, x, depth + 1, package)
 
     for name, value in {"args": args, "kwargs": kwargs, "step": step}.items():
         look(name, value, 0)

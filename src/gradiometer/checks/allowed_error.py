@@ -1,0 +1,166 @@
+"""How far a gradient may be from float64, by the errors that the reference's gradients have themselves.
+
+The allowed error of a tensor is ``factor * (1 + 6 / sqrt(numel)) * (error + unit * norm)``. ``error`` is the
+reference's own distance from float64, ``unit`` the relative error that its gradients usually have, and at
+least the precision of the coarsest arithmetic that is usual for the dtype. A tensor of few elements has more:
+its error is the norm of few random numbers, which may be near 0 by chance.
+
+A gradient whose terms cancel, such as that of a bias before a BatchNorm, is rounding alone. Its scale is that
+of the terms, which the other gradients of its module show.
+
+A float32 step may use TF32 where the reference does not. Then the loss and so all gradients are hundreds of
+times farther from float64, while a fault in the backward pass leaves those before it as near as they are.
+Only such a step is judged by the errors of `RoundedProducts`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# by how much the error of a healthy step may exceed that of the reference
+FACTOR: Final = 3.0
+_SMALL: Final = 6.0
+# TF32 cuts off all but 10 bits; the errors of float64 are those of long sums
+_UNITS: Final = {torch.float64: 2.0**-44, torch.float32: 2.0**-10, torch.float16: 2.0**-10}
+_BFLOAT16: Final = 2.0**-8
+_FLOAT8: Final = 2.0**-3
+# for errors that were not measured: a step whose gradients are float32 may compute in bfloat16
+_UNMEASURED: Final = 2.0**-6
+# the least ratio of the errors of a tensor is below 1.4 in float32 steps, and above 7 in those with TF32
+_COARSE: Final = 4.0
+
+
+class Rounding(NamedTuple):
+    """What is known of a tensor's rounding error.
+
+    Attributes:
+        norm: the norm of the tensor, in float64 where there is that.
+        error: the norm of the difference between the reference and float64; 0 if it was not measured.
+        numel: the number of elements.
+        dtype: the dtype of the reference's tensor.
+        coarse: the norm of the error within `RoundedProducts`; None if there is no such run.
+    """
+
+    norm: float
+    error: float
+    numel: int
+    dtype: torch.dtype
+    coarse: float | None = None
+
+
+class Limits(NamedTuple):
+    """What `limits` returns.
+
+    Attributes:
+        allowed: the norm that each tensor's error may have.
+        usual: the relative error that a quarter of the tensors does not exceed; 0 if it was not measured.
+        is_coarse: whether the step rounds as TF32 does, and the reference does not.
+    """
+
+    allowed: dict[str, float]
+    usual: float
+    is_coarse: bool
+
+
+def limits(
+    tensors: Mapping[str, Rounding],
+    errors: Mapping[str, float],
+    factor: float,
+    *,
+    is_measured: bool,
+    least: float = 0.0,
+    is_coarse: bool | None = None,
+) -> Limits:
+    """Return how large the errors of a step may be.
+
+    Args:
+        tensors: what is known of each tensor, by name.
+        errors: the error of each tensor of the step.
+        factor: by how much an error may exceed that of the reference.
+        is_measured: whether there is a float64 run. Otherwise errors are assumed from the dtypes.
+        least: the least relative error that is taken as usual.
+        is_coarse: whether the step rounds as TF32 does; None to tell by the errors.
+    """
+    if not is_measured:
+        roundings = {name: _coarse(x, 0.0) for name, x in tensors.items()}
+        return Limits(_allowed(roundings, factor, None), 0.0, is_coarse=False)
+    relative = sorted(x.error / x.norm for x in tensors.values() if x.norm > 0)
+    usual = max(least, relative[len(relative) // 4] if relative else 0.0)
+    coarse = _is_coarse(tensors, errors) if is_coarse is None else is_coarse
+    roundings = {name: _coarse(x, usual) for name, x in tensors.items()} if coarse else dict(tensors)
+    return Limits(_allowed(roundings, factor, usual), usual, coarse)
+
+
+def unit_of(dtype: torch.dtype) -> float:
+    """Return the relative error that one rounding may have in a step whose gradients have a dtype."""
+    if dtype in _UNITS:
+        return _UNITS[dtype]
+    return _FLOAT8 if dtype.itemsize == 1 else _BFLOAT16
+
+
+def _is_coarse(tensors: Mapping[str, Rounding], errors: Mapping[str, float]) -> bool:
+    """Return whether a step rounds much more than its reference, as with TF32, by the errors of all."""
+    known = [(name, x) for name, x in tensors.items() if x.norm > 16.0 * x.error]
+    # an error of few elements may be small by chance
+    known = [(name, x) for name, x in known if x.numel >= 16] or known
+    least = [x.error + x.norm * torch.finfo(x.dtype).eps / 2 for _, x in known]
+    ratios = [errors[name] / each for (name, _), each in zip(known, least, strict=True)]
+    return min(ratios, default=0.0) > _COARSE
+
+
+def _coarse(rounding: Rounding, usual: float) -> Rounding:
+    """Return the rounding of a tensor of a reference that would round as TF32 does."""
+    error = rounding.error
+    if rounding.coarse is not None:
+        error = max(error, rounding.coarse)
+    elif usual:
+        # a gradient that rounding changes much is changed as much more by coarse rounding
+        dtype = rounding.dtype
+        error *= max(1.0, unit_of(dtype) / max(usual, torch.finfo(dtype).eps / 2))
+    return rounding._replace(error=error)
+
+
+def _allowed(tensors: Mapping[str, Rounding], factor: float, usual: float | None) -> dict[str, float]:
+    """Return the norm that each tensor's error may have; ``usual`` is None if it is not known."""
+    largest = _largest({name: x.norm for name, x in tensors.items()})
+    allowed = {}
+    for name, (norm, error, numel, dtype, _) in tensors.items():
+        unit = max(unit_of(dtype), usual or 0.0)
+        if usual is None and dtype != torch.float64:
+            unit = max(unit, _UNMEASURED)
+        scale = error + unit * norm
+        # rounding of the terms that cancel
+        terms = unit * largest[name]
+        if norm <= max(error, terms):
+            scale += terms
+        allowed[name] = factor * (1.0 + _SMALL / math.sqrt(max(numel, 1))) * scale
+    return allowed
+
+
+def _largest(norms: Mapping[str, float]) -> dict[str, float]:
+    """Return the largest norm in the innermost module that has another tensor too, for each name."""
+    members: dict[str, list[str]] = {}
+    for name in norms:
+        for outer in _outer(name):
+            members.setdefault(outer, []).append(name)
+    most = {outer: max(norms[name] for name in names) for outer, names in members.items()}
+    return {
+        name: next((most[outer] for outer in _outer(name) if len(members[outer]) > 1), norms[name])
+        for name in norms
+    }
+
+
+def _outer(name: str) -> list[str]:
+    """Return the modules around a parameter, the innermost first.
+
+    >>> _outer("blocks.0.weight")
+    ['blocks.0', 'blocks', '']
+    """
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]

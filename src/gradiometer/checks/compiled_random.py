@@ -1,0 +1,93 @@
+"""Compare a step that draws other random numbers than its reference, as compiled code does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from gradiometer.checks.compared_tensors import GradientRow
+from gradiometer.checks.recompiled import WithoutDropout, recompiled
+from gradiometer.checks.reference_runs import has_same_numbers
+from gradiometer.checks.slope import slope_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from gradiometer.checks.gradient_report import GradientReport
+    from gradiometer.checks.reference_runs import References, Runs
+    from gradiometer.checks.step_run import StepRun
+
+_OTHER: Final = "the compiled step draws other random numbers than eager mode"
+_INSIDE: Final = "the step draws random numbers inside of a kernel, where they can't be recorded"
+
+
+def compare_random(
+    runs: Runs,
+    step: Callable[..., Any],
+    given: StepRun,
+    found: References,
+    compare: Callable[[StepRun, References], GradientReport],
+    modules: Mapping[str, str],
+) -> GradientReport:
+    """Compare a step with eager mode in three ways, none of which needs the same random numbers.
+
+    It is compiled again with the random numbers of eager mode; runs without dropout, for which it is compiled
+    again, too; and as it is, by the slope of its loss along its gradients.
+    """
+    other = _OTHER if found.backends else _INSIDE
+    notes = [other]
+    reports = []
+    again = _run(runs, step, found, notes, dropout=True) if found.backends else None
+    if again is not None and has_same_numbers(runs.random, found.random):
+        report = compare(again, found)
+        if report.failures and (report.failures[0].what == "output" or not again.outputs):
+            notes.append(
+                "compiled again with fallback_random, it may draw them in another order: not compared"
+            )
+        else:
+            reports.append(report)
+            what = "differs" if report.failures else "agrees"
+            notes.append(f"compiled again with fallback_random, which is another program, it {what}")
+    elif again is not None:
+        notes.append("compiled again with fallback_random, it draws others, too: not compared")
+    plain = runs.references(step, dropout=False)
+    if plain.is_random:
+        notes.append("not compared without dropout: it draws other random numbers, too")
+    else:
+        again = _run(runs, step, plain, notes, dropout=False)
+        if again is not None:
+            report = compare(again, plain)
+            what = "differs" if report.failures else "agrees"
+            how = "compiled again without dropout, which is another program," if found.backends else ""
+            notes.append(f"{how or 'without dropout'} it {what}")
+            reports.append(report)
+    rows, reason = slope_rows(runs, step, given, found.unrecorded or found.eager, modules)
+    if reason:
+        notes.append(f"as it trains, its loss was not compared with its gradients: {reason}")
+    elif rows[-1].fails:
+        notes.append("as it trains, its gradients are not those of its loss")
+    else:
+        notes.append("as it trains, its gradients are those of its loss along their direction")
+    # the first that fails
+    reports.sort(key=lambda report: not report.failures)
+    if not reports:
+        others = tuple(
+            [GradientRow(name, "gradient", modules.get(name, ""), text=other) for name in given.grads]
+        )
+        reports = [replace(compare(found.eager, found), rows=others)]
+    return replace(
+        reports[0], rows=(*rows, *reports[0].rows), notes=tuple(dict.fromkeys([*notes, *reports[0].notes]))
+    )
+
+
+def _run(
+    runs: Runs, step: Callable[..., Any], found: References, notes: list[str], *, dropout: bool
+) -> StepRun | None:
+    try:
+        if not found.backends:
+            return runs.run(step, WithoutDropout())
+        return runs.run(step, recompiled(found.backends[0], dropout=dropout))
+    except Exception as error:  # noqa: BLE001 whatever a backend raises
+        what = "with fallback_random" if dropout else "without dropout"
+        notes.append(f"not compared {what}: it raises {type(error).__name__}: {error}")
+        return None

@@ -1,0 +1,250 @@
+"""The verdict on a step's outputs and gradients: each compared with a reference, by measured rounding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from gradiometer.checks.allowed_error import FACTOR
+from gradiometer.checks.compared_tensors import GradientRow, Tensors, compare_tensors
+from gradiometer.checks.fault_kind import common_factor, common_sentence
+from gradiometer.stats import text_table
+from gradiometer.stats.text_table import TextTable, number
+from gradiometer.terminal import printable, shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from gradiometer.checks.step_run import StepRun
+
+# the most rows that are shown: a screen
+_MOST_ROWS: Final = 12
+# the most characters about a tensor in the table
+_LONGEST: Final = 48
+
+
+@dataclass(frozen=True, repr=False)
+class GradientReport:
+    """The result of `check_gradients`; false if a tensor is wrong or none could be compared.
+
+    ``print`` shows the first wrong tensor, a table of those with the largest errors, and the notes.
+
+    Attributes:
+        rows: a `GradientRow` for each tensor: outputs, then gradients in the order of the backward pass, then
+            updates of the optimizer.
+        against: what the step was compared with, such as ``"eager"``.
+        precision: ``"float64"`` if errors are distances from a float64 run, otherwise ``""``: then they are
+            distances from the reference, and what rounding explains is assumed from the dtypes.
+        factor: by how much an error may exceed that of the reference.
+        kind: the fault in one sentence if all gradients tell of the same one, otherwise ``""``.
+        notes: what else a reader must know.
+    """
+
+    rows: tuple[GradientRow, ...]
+    against: str
+    precision: str = "float64"
+    factor: float = FACTOR
+    kind: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.is_comparable and not self.failures
+
+    def __getitem__(self, name: str) -> GradientRow:
+        """Return the first row of a name: that of a gradient, if there is one of an update too."""
+        for each in self.rows:
+            if each.name == name:
+                return each
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[GradientRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether any gradient or update could be compared."""
+        return any(each.is_compared for each in self.rows if each.what != "output")
+
+    @property
+    def failures(self) -> tuple[GradientRow, ...]:
+        """The rows of wrong tensors: outputs first, then in the order of the backward pass."""
+        return tuple([each for each in self.rows if each.fails])
+
+    @property
+    def first(self) -> GradientRow | None:
+        """The first wrong tensor, which is the nearest to the cause; None if none is wrong."""
+        return next(iter(self.failures), None)
+
+    def joined(self, other: GradientReport) -> GradientReport:
+        """Return a report with the rows and notes of both; the rest is that of this one."""
+        notes = tuple(dict.fromkeys([*self.notes, *other.notes]))
+        return replace(self, rows=self.rows + other.rows, kind=self.kind or other.kind, notes=notes)
+
+    @property
+    def summary(self) -> str:
+        """One line: how many tensors are wrong, agree and were not compared."""
+        compared = sum(each.is_compared for each in self.rows)
+        failed = len(self.failures)
+        against = self.against + (" by float64" if self.precision and self.against != self.precision else "")
+        left = f"; {len(self.rows) - compared} not compared" if compared < len(self.rows) else ""
+        if not self.is_comparable:
+            return printable(f"not compared with {against}: no gradient could be compared{left}")
+        if failed:
+            verb = "is" if failed == 1 else "are"
+            counts = f"{failed} of {compared} tensors {verb} wrong, {compared - failed} agree"
+            return printable(f"differs from {against}: {counts}{left}")
+        return printable(f"agrees with {against}: {compared} tensors{left}")
+
+    def __str__(self) -> str:
+        is_known = any(each.is_compared for each in self.rows)
+        return text_table.text(self._table) if is_known else "\n".join([self.summary, *self._notes])
+
+    def __repr__(self) -> str:
+        first = f": {self.first.name}" if self.first else ""
+        return printable(f"<GradientReport: {self.summary}{first}>")
+
+    def _repr_html_(self) -> str:
+        """Return a table for a notebook."""
+        return text_table.html(self._table)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON; numbers that are not finite are None."""
+        rows = [
+            {
+                key: None if isinstance(x, float) and not math.isfinite(x) else x
+                for key, x in asdict(each).items()
+            }
+            for each in self.rows
+        ]
+        return {
+            "agrees": bool(self),
+            "is_comparable": self.is_comparable,
+            "against": self.against,
+            "precision": self.precision,
+            "factor": self.factor,
+            "kind": self.kind,
+            "first": self.first.name if self.first else None,
+            "rows": rows,
+            "notes": list(self.notes),
+        }
+
+    @property
+    def _notes(self) -> list[str]:
+        lines = []
+        if self.first:
+            lines.append(f"first: {self.first}")
+            gradient = next((each for each in self.failures if each.what == "gradient"), None)
+            if self.first.what == "output" and gradient:
+                lines.append(f"gradients differ since an output does; the first of them: {gradient}")
+        lines += [self.kind] if self.kind else []
+        if hidden := [each.name for each in self.rows if each.is_rounding]:
+            lines.append(
+                f"rounding alone is as large as {shortened(hidden)}: only larger faults can be seen there"
+            )
+        left = [each for each in self.rows if not each.is_compared]
+        lines += [f"not compared: {each}" for each in left[:3]]
+        return [printable(each) for each in [*lines, *self.notes]]
+
+    @property
+    def _table(self) -> TextTable:
+        # rows that fail are in order, and then those that are nearest to failing
+        rest = [each for each in self.rows if each.is_compared and not each.fails]
+        rest.sort(key=lambda each: each.error / each.allowed if each.allowed else 0.0, reverse=True)
+        ordered = [*self.failures, *rest, *[each for each in self.rows if not each.is_compared]]
+        shown = ordered[:_MOST_ROWS]
+        more = f"and {len(ordered) - len(shown)} more" if len(ordered) > len(shown) else ""
+        header = ("tensor", "of", "error", "allowed", "cosine", "norm ratio", "")
+        # what is wrong with all of them, and with the first, is said below
+        first = self.first
+        texts = ["" if self.kind or each is first else printable(each.text) for each in shown]
+        rows = [_cells(each, text) for each, text in zip(shown, texts, strict=True)]
+        return TextTable(self.summary, header, rows, more, (), self._notes)
+
+
+def _cells(row: GradientRow, text: str) -> tuple[str, ...]:
+    size = row.norm or 1.0
+    numbers = (
+        ("-",) * 4
+        if math.isnan(row.error)
+        else (
+            number(row.error / size),
+            number(row.allowed / size),
+            "-" if math.isnan(row.cosine) else f"{row.cosine:.4f}",
+            "-" if math.isnan(row.norm_ratio) else number(row.norm_ratio, 4),
+        )
+    )
+    state = ("wrong" if row.fails else "agrees") if row.is_compared else "not compared"
+    if text:
+        state += f": {text if len(text) <= _LONGEST else text[: _LONGEST - 1] + '…'}"
+    return (printable(row.name), row.what, *numbers, state)
+
+
+def judge(
+    given: StepRun,
+    reference: StepRun,
+    exact: StepRun | None,
+    *,
+    modules: Mapping[str, str],
+    factor: float = FACTOR,
+    against: str,
+    notes: Sequence[str] = (),
+    rounded: StepRun | None = None,
+) -> GradientReport:
+    """Return how the outputs and gradients of a step compare with those of its reference.
+
+    A tensor is wrong if its error against float64 is more than `allowed_errors` allows for the error that the
+    reference has.
+
+    Args:
+        given: the step as given.
+        reference: the reference, in the precision of the step, such as the eager step. The order of its
+            gradients is that of the report.
+        exact: the reference in float64; None if that is not possible. Then the step is compared with the
+            reference alone, and the report says so.
+        modules: the module of each parameter, as text.
+        factor: by how much an error may exceed that of the reference.
+        against: the name of the reference.
+        notes: more notes for the report; those of the runs are added.
+        rounded: the reference within `RoundedProducts`, which measures how far coarse rounding leads. It is
+            used for a step that rounds as TF32 does while its reference does not. Without it the errors of
+            the reference are scaled, which can't know about activations such as ReLU, whose gradient jumps.
+    """
+    others = [run.grads if run else None for run in (exact, rounded)]
+    tensors = Tensors(given.grads, reference.grads, *others)
+    grads = compare_tensors("gradient", tensors, factor, modules)
+    others = [run.outputs if run else None for run in (exact, rounded)]
+    tensors = Tensors(given.outputs, reference.outputs, *others)
+    # one output alone does not tell what rounding usually does
+    outputs = compare_tensors("output", tensors, factor, {}, least=grads.usual, coarse=grads.coarse)
+    more = [note for run in (given, reference, exact) if run for note in run.notes]
+    if exact and grads.coarse and not any(row.fails for row in (*outputs.rows, *grads.rows)):
+        more.append(
+            "all gradients are farther from float64 than those of the reference, as with TF32: judged by the "
+            "errors of matrix products in 8 bits"
+        )
+    if exact is None:
+        more.append(
+            f"compared with {against} only, without a float64 run: what rounding explains is assumed from "
+            "the dtypes, and faults that both have are not seen"
+        )
+    return GradientReport(
+        (*outputs.rows, *grads.rows),
+        against,
+        "float64" if exact else "",
+        factor,
+        common_kind(grads.factors),
+        tuple(dict.fromkeys([*notes, *more])),
+    )
+
+
+def common_kind(factors: Mapping[str, float | None]) -> str:
+    """Return the sentence about a factor of all gradients, or of all from one on; ``""`` if there is none."""
+    found = common_factor(list(factors.values()))
+    if found is None:
+        return ""
+    factor, start = found
+    return common_sentence(factor, list(factors)[start], is_all=start == 0)
