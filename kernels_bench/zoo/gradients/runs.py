@@ -10,7 +10,6 @@ import zlib
 import torch
 
 import gradiometer as gm
-from kernels_bench.zoo.contracts.runs import differing, raw
 from kernels_bench.zoo.gradients import (
     faults,
     faults_compiled,
@@ -22,6 +21,7 @@ from kernels_bench.zoo.gradients import (
 )
 
 FAULTS = faults.FAULTS | faults_loop.FAULTS | faults_compiled.FAULTS | faults_ranks.FAULTS
+COMPILED = faults_compiled.FAULTS | healthy_compiled.STEPS
 HEALTHY = healthy.STEPS | healthy_layers.STEPS | healthy_compiled.STEPS
 HEALTHY_RANKS = {f"ranks-{name}": make for name, make in faults_ranks.HEALTHY.items()}
 
@@ -84,6 +84,13 @@ def judged(fault, report):
     return row | {"named": named, "kind_named": right}
 
 
+def joined(rows):
+    """Return one row of the rows that the ranks of a case have: a fault is named if all of them name it."""
+    first = min(rows, key=lambda row: (row["named"], row["kind_named"], not row["alarm"]))
+    errors = [row["error"] for row in rows if row["error"]]
+    return first | {"error": errors[0] if errors else None, "alarm": any(row["alarm"] for row in rows)}
+
+
 def kind_of(report):
     """Return the kind of the first failure, as one of `case.KINDS`."""
     raise NotImplementedError
@@ -91,28 +98,37 @@ def kind_of(report):
 
 def state(case):
     """Return what a check must not change, by the words for it."""
-    tensors = [*case.model.named_parameters(remove_duplicate=False), *case.model.named_buffers()]
+    model = case.model
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     optimizer = case.optimizer.state_dict() if case.optimizer else {}
-    held = optimizer.get("state", {})
+    modules, parameters = list(model.modules()), list(model.parameters())
     return {
-        "weights or buffers": [(name, raw(x)) for name, x in tensors],
-        "gradients": [(name, None if x.grad is None else raw(dense(x.grad))) for name, x in tensors],
-        "the optimizer": [
-            (key, raw(x) if isinstance(x, torch.Tensor) else x)
-            for key, values in held.items()
-            for x in (values.values() if isinstance(values, dict) else [values])
-        ],
-        "modes": [module.training for module in case.model.modules()],
+        "weights or buffers": [(name, content(x)) for name, x in tensors],
+        "gradients": [(name, content(x.grad)) for name, x in tensors],
+        "requires_grad": [x.requires_grad for _, x in tensors],
+        "the optimizer": content(optimizer),
+        "modes": [module.training for module in modules],
         "hooks": [
-            len(hooks)
-            for module in case.model.modules()
-            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        ]
-        + [len(p._backward_hooks or ()) for p in case.model.parameters()],
-        "the random state": torch.get_rng_state(),
+            *(len(hooks) for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)),
+            *(len(m._backward_hooks) + len(m._backward_pre_hooks) for m in modules),
+            *(len(p._backward_hooks or ()) for p in parameters),
+            *(len(p._post_accumulate_grad_hooks or ()) for p in parameters),
+        ],
+        "the arguments": content(case.args),
+        "the random state": content(torch.get_rng_state()),
     }
 
 
-def dense(x):
-    """Return a tensor with all its elements."""
-    return x.to_dense() if x.is_sparse else x
+def content(value):
+    """Return a value with the bytes of each tensor, to compare: NaNs are then equal."""
+    if isinstance(value, torch.Tensor):
+        dense = value.detach().to_dense() if value.is_sparse else value.detach()
+        return value.dtype, dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return [(key, content(each)) for key, each in value.items()]
+    return [content(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def differing(before, after):
+    """Return the words for what is not the same."""
+    return [word for word, value in before.items() if value != after[word]]
