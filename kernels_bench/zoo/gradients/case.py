@@ -40,8 +40,9 @@ class Fault:
 
     Attributes:
         make: returns the case, from a seed that is already set.
-        first: the name of the parameter whose gradient is the first wrong one in backward order.
+        first: the name of the parameter whose gradient (or update) is the first wrong one in backward order.
         kind: one of `KINDS`, of that gradient.
+        what: "gradient", or "update" if only the optimizer's update is wrong.
         ranks: the number of processes it needs.
         factor: what the right gradient is multiplied by, where ``kind`` is "factor".
     """
@@ -49,6 +50,7 @@ class Fault:
     make: Callable[[], Case]
     first: str
     kind: str
+    what: str = "gradient"
     ranks: int = 1
     factor: float | None = None
 
@@ -56,12 +58,12 @@ class Fault:
 def adder(table):
     """Return a decorator that adds faults to a table, under the function's name."""
 
-    def fault(first, kind, *, ranks=1, factor=None):
+    def fault(first, kind, *, what="gradient", ranks=1, factor=None):
         def add(make):
             if kind not in KINDS:
                 msg = f"unknown kind: {kind}"
                 raise ValueError(msg)
-            table[make.__name__.replace("_", "-")] = Fault(make, first, kind, ranks, factor)
+            table[make.__name__.replace("_", "-")] = Fault(make, first, kind, what, ranks, factor)
             return make
 
         return add

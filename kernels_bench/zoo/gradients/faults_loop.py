@@ -29,14 +29,17 @@ def batch(rows):
 
 
 def accumulated(model, size, divide):
-    """Return a step over micro-batches of ``size``; ``divide(loss, rows, all rows)`` is what is summed."""
+    """Return a step over micro-batches of ``size``, which returns the mean loss of all rows.
+
+    Its gradients are those of the sum of ``divide(loss, rows, all rows)``.
+    """
 
     def step(x, y):
         total = torch.zeros(())
         for inputs, labels in zip(x.split(size), y.split(size), strict=True):
-            loss = divide(functional.cross_entropy(model(inputs), labels), len(inputs), len(x))
-            loss.backward()
-            total += loss.detach()
+            loss = functional.cross_entropy(model(inputs), labels)
+            divide(loss, len(inputs), len(x)).backward()
+            total += loss.detach() * len(inputs) / len(x)
         return total
 
     return step

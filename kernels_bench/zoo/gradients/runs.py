@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 import time
 import warnings
 import zlib
@@ -24,6 +26,14 @@ FAULTS = faults.FAULTS | faults_loop.FAULTS | faults_compiled.FAULTS | faults_ra
 COMPILED = faults_compiled.FAULTS | healthy_compiled.STEPS
 HEALTHY = healthy.STEPS | healthy_layers.STEPS | healthy_compiled.STEPS
 HEALTHY_RANKS = {f"ranks-{name}": make for name, make in faults_ranks.HEALTHY.items()}
+# the kinds by what is said of them; of a factor, also the number is read
+SENTENCES = {
+    "non-finite": r"(NaN|Inf) in",
+    "sign": "the negative of the reference",
+    "zeros": "all elements are 0$",
+    "rows": r"\brows? .*(differ|are 0|are .* the reference), and the others agree",
+    "permutation": "rows are permuted",
+}
 
 
 def ranks_of(name):
@@ -75,25 +85,33 @@ def run(name, seed, check=None):
 
 def judged(fault, report):
     """Return what is reported, and whether a planted fault's tensor and kind are named."""
+    row = {"alarm": None, "first": None, "kind": None, "named": False, "kind_named": False, "text": ""}
     if report is None:
-        return {"alarm": None, "first": None, "kind": None, "named": False, "kind_named": False, "text": ""}
-    kind = kind_of(report)
-    row = {"alarm": not report, "first": report.first, "kind": kind, "text": str(report)}
-    named = fault is not None and not report and report.first == fault.first
-    right = named and fault.kind in {"other", kind}
-    return row | {"named": named, "kind_named": right}
+        return row
+    row |= {"alarm": not report, "text": str(report)}
+    if report.first is None:
+        return row
+    row["first"], (row["kind"], factor) = report.first.name, kind_of(report.first.text)
+    if fault is not None:
+        row["named"] = (row["first"], report.first.what) == (fault.first, fault.what)
+        right = row["kind"] == fault.kind and (fault.factor is None or math.isclose(factor, fault.factor))
+        row["kind_named"] = row["named"] and (right or fault.kind == "other")
+    return row
 
 
 def joined(rows):
     """Return one row of the rows that the ranks of a case have: a fault is named if all of them name it."""
-    first = min(rows, key=lambda row: (row["named"], row["kind_named"], not row["alarm"]))
+    first = min(rows, key=lambda row: (row["named"], row["kind_named"]))
     errors = [row["error"] for row in rows if row["error"]]
     return first | {"error": errors[0] if errors else None, "alarm": any(row["alarm"] for row in rows)}
 
 
-def kind_of(report):
-    """Return the kind of the first failure, as one of `case.KINDS`."""
-    raise NotImplementedError
+def kind_of(text):
+    """Return the kind that a failure's text tells, as one of `case.KINDS`, and its factor or None."""
+    if found := re.search(r"all elements are (-?)(1/)?([\d.,]+)(?: \(2\^\d+\))? times the reference", text):
+        number = float(found[3].replace(",", ""))
+        return "factor", (1 / number if found[2] else number) * (-1 if found[1] else 1)
+    return next((kind for kind, words in SENTENCES.items() if re.search(words, text)), "other"), None
 
 
 def state(case):
