@@ -92,8 +92,10 @@ def judged(fault, report):
     if report.first is None:
         return row
     row["first"], (row["kind"], factor) = report.first.name, kind_of(report.first.text)
+    # a gradient is also wrong if the loss does not change along it as it says
+    what = "gradient" if report.first.what == "slope" else report.first.what
     if fault is not None:
-        row["named"] = (row["first"], report.first.what) == (fault.first, fault.what)
+        row["named"] = row["first"] == fault.first and what == fault.what
         right = row["kind"] == fault.kind and (fault.factor is None or math.isclose(factor, fault.factor))
         row["kind_named"] = row["named"] and (right or fault.kind == "other")
     return row
