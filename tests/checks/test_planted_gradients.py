@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels_bench.zoo.gradients import command, faults_compiled, faults_ranks, runs
+from kernels_bench.zoo.gradients import command, faults_compiled, faults_ranks, faults_updates, runs
 
 pytestmark = [
     pytest.mark.usefixtures("_one_thread"),
@@ -153,17 +153,23 @@ def test_a_healthy_step_of_ranks_has_no_alarm(two_ranks, name):
         is_quiet(row)
 
 
-def test_the_compiled_update_is_wrong():
-    def updated(stance):
-        case = runs.start("compiled-update-forgets-the-momentum", 0)
+@pytest.mark.parametrize("name", faults_updates.FAULTS)
+def test_the_declared_update_is_the_wrong_one(name):
+    def updated(*, plain):
+        case = runs.start(name, 0)
         case.step(*case.args)
-        with torch.compiler.set_stance(stance):
+        if plain:
+            case.optimizer.param_groups[0]["foreach"] = False
+        before = {key: p.detach().clone() for key, p in case.model.named_parameters()}
+        with torch.compiler.set_stance("force_eager" if plain else "default"):
             case.optimizer.step()
-        return dict(case.model.named_parameters())
+        return {key: p.detach() - before[key] for key, p in case.model.named_parameters()}
 
-    compiled, eager = updated("default"), updated("force_eager")
-    different = {name for name in eager if not torch.allclose(compiled[name], eager[name])}
-    assert different == {"0.weight", "2.weight", "4.weight"}
+    # with the seed, the first two steps are those of the wrong update in both
+    given, right = updated(plain=False), updated(plain=True)
+    fault = runs.FAULTS[name]
+    assert [key for key in right if not torch.allclose(given[key], right[key])] == [fault.first]
+    assert is_of_kind(fault.kind, None, given[fault.first], right[fault.first])
 
 
 # counting

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels_bench.zoo.gradients.case import Case, adder, step_of
 from kernels_bench.zoo.gradients.faults import Net, linear
-from kernels_bench.zoo.gradients.faults_loop import batch, net
+from kernels_bench.zoo.gradients.faults_loop import batch
 
 FAULTS = {}
 fault = adder(FAULTS)
@@ -81,39 +81,6 @@ def kernel_sums_over_half_of_the_batch():
     model = Scaled()
     step = step_of(model, functional.cross_entropy, forward=torch.compile(model))
     return Case(step, batch(12), model)
-
-
-class Momentum(torch.optim.Optimizer):
-    """SGD with momentum; the compiled update of matrices takes the gradient and not the momentum."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["momentum"] = torch.zeros_like(p)
-
-    @torch.no_grad()
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            self.update(p, p.grad, self.state[p]["momentum"], self.param_groups[0]["lr"])
-
-    @staticmethod
-    def update(p, grad, momentum, lr):
-        momentum.mul_(0.9).add_(grad)
-        fused = torch.compiler.is_compiling() and p.dim() > 1
-        p.sub_(lr * (grad if fused else momentum))
-
-
-@fault("4.weight", "other", what="update")
-def compiled_update_forgets_the_momentum():
-    model = net(bias=True)
-    optimizer = Momentum(model.parameters())
-    optimizer.update = torch.compile(Momentum.update, backend="aot_eager", dynamic=False)
-    case = Case(step_of(model, functional.cross_entropy), batch(12), model, "eager", optimizer)
-    for _ in range(2):
-        case.step(*batch(12))
-        optimizer.step()
-        optimizer.zero_grad()
-    return case
 
 
 # --- recomputed against plain ---

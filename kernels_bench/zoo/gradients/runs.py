@@ -17,12 +17,14 @@ from kernels_bench.zoo.gradients import (
     faults_compiled,
     faults_loop,
     faults_ranks,
+    faults_updates,
     healthy,
     healthy_compiled,
     healthy_layers,
 )
 
-FAULTS = faults.FAULTS | faults_loop.FAULTS | faults_compiled.FAULTS | faults_ranks.FAULTS
+FAULTS = faults.FAULTS | faults_loop.FAULTS | faults_updates.FAULTS | faults_compiled.FAULTS
+FAULTS |= faults_ranks.FAULTS
 COMPILED = faults_compiled.FAULTS | healthy_compiled.STEPS
 HEALTHY = healthy.STEPS | healthy_layers.STEPS | healthy_compiled.STEPS
 HEALTHY_RANKS = {f"ranks-{name}": make for name, make in faults_ranks.HEALTHY.items()}
