@@ -22,8 +22,14 @@ BUGS = (
 RANKS = [*faults_ranks.FAULTS, *runs.HEALTHY_RANKS]
 FAULTS = [name for name in runs.FAULTS if name not in RANKS and name not in BUGS]
 OF_GRADIENTS = [name for name in FAULTS if runs.FAULTS[name].what == "gradient"]
-COMPILED = ("compiled-by-default", "compiled-with-its-backward", "compiled-with-dropout")
-HEALTHY = [*(name for name in runs.HEALTHY if name not in runs.COMPILED), *COMPILED]
+# the rest is covered by the zoo
+COMPILED = ("compiled-with-its-backward", "compiled-with-dropout")
+OPTIMIZERS = ("adamw-fused", "adafactor", "muon", "lbfgs", "sparse-adam")
+HEALTHY = [
+    *(name for name in runs.HEALTHY if name not in runs.COMPILED and not name.startswith("optimizer")),
+    *(f"optimizer-{name}" for name in OPTIMIZERS),
+    *COMPILED,
+]
 
 
 def gradients(case, step, stance="default"):

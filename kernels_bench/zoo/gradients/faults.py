@@ -303,6 +303,13 @@ def float16_overflows_in_the_backward():
     return replaced(HalfBackward.apply, torch.tanh)
 
 
+@fault("stem.weight", "non-finite")
+def float16_overflows_and_float64_does_not():
+    case = replaced(HalfBackward.apply, torch.tanh)
+    case.against, case.plain = "float64", case.against
+    return case
+
+
 def rounded(x, levels=8):
     """Return ``x`` on a grid, with the gradient of a grid: 0 everywhere."""
     return (x * levels).round() / levels
