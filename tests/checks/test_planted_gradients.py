@@ -202,6 +202,7 @@ class Report:
         ("all elements are 1,024 (2^10) times the reference", ("factor", 1024.0)),
         ("all elements are the negative of the reference", ("sign", None)),
         ("all elements are 0", ("zeros", None)),
+        ("row 4 of 5 is 0, and the others agree", ("rows", None)),
         ("rows 24-26 of 27 are 0, and the others agree", ("rows", None)),
         ("the rows are permuted: row 0 is the reference's row 5, and so on around", ("permutation", None)),
         ("NaN and Inf in 128 of 128 elements", ("non-finite", None)),

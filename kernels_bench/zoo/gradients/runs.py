@@ -33,7 +33,7 @@ SENTENCES = {
     "non-finite": r"(NaN|Inf) in",
     "sign": "the negative of the reference",
     "zeros": "all elements are 0$",
-    "rows": r"\brows? .*(differ|are 0|are .* the reference), and the others agree",
+    "rows": r"\brows? .*(differs?|(is|are) 0|(is|are) .* the reference), and the others agree",
     "permutation": "rows are permuted",
 }
 
