@@ -38,6 +38,8 @@ class Momentum(torch.optim.Optimizer):
                 p[:even].sub_(0.1 * momentum[:even])
             else:
                 p.sub_(0.1 * momentum)
+        # torch 2.12 to 2.14 fail to return None from compiled code after a backward pass was compiled, too
+        return momenta
 
     @staticmethod
     def update_in_pairs(parameters, grads, momenta):
