@@ -25,6 +25,7 @@ class Case:
         model: the model whose gradients are compared.
         against: "eager", "float64", or a callable with the same arguments.
         optimizer: an optimizer whose update is compared, too.
+        plain: the right step, for tests of the case itself; by default the reference in eager mode.
     """
 
     step: Callable[..., Any]
@@ -32,6 +33,7 @@ class Case:
     model: nn.Module
     against: str | Callable[..., Any] = "eager"
     optimizer: Optimizer | None = None
+    plain: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -114,17 +114,18 @@ class Recomputed(nn.Module):
         return self.head(hidden.add_(run(functools.partial(self.block, hidden))))
 
 
-def recomputed(dropout=0.0, *, in_place=False, **options):
-    """Return the case of a block under ``checkpoint``, against the same without."""
+def recomputed(dropout=0.0, *, in_place=False, eager=True, **options):
+    """Return the case of a block under ``checkpoint``, against eager mode or without ``checkpoint``."""
     model = Recomputed(dropout)
     run = functools.partial(checkpoint, **options)
     step = step_of(model, functional.cross_entropy, forward=lambda x: model(x, run, in_place=in_place))
-    return Case(step, batch(12), model, step_of(model, functional.cross_entropy))
+    plain = step_of(model, functional.cross_entropy)
+    return Case(step, batch(12), model, "eager" if eager else plain, plain=plain)
 
 
 @fault("block.fc2.weight", "other")
 def recomputed_without_the_random_state():
-    return recomputed(0.5, use_reentrant=False, preserve_rng_state=False)
+    return recomputed(0.5, eager=False, use_reentrant=False, preserve_rng_state=False)
 
 
 @fault("block.fc2.weight", "other")
