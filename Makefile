@@ -122,6 +122,7 @@ bench-ranks: $(TOOLS) ## measure a reduction over ranks and alternatives, and pr
 
 zoo: $(TOOLS) ## check and train healthy and broken models, and count what contracts and rules name, and false warnings
 	PYTHONPATH=src $(PY) -m kernels_bench.zoo --family contracts --held-out --check
+	PYTHONPATH=src $(PY) -m kernels_bench.zoo --family gradients --seeds 5 --check
 	PYTHONPATH=src $(PY) -m kernels_bench.zoo --check $(ZOO_FLAGS)
 	PYTHONPATH=src $(PY) -m kernels_bench.zoo --family transformers --held-out --check
 

@@ -5,6 +5,7 @@ python -m kernels_bench.zoo --kinds gpt --seeds 1 # some of them
 python -m kernels_bench.zoo --list                # the names
 python -m kernels_bench.zoo --family transformers # the second family; --held-out adds its held-out faults
 python -m kernels_bench.zoo --family contracts    # models that check_model examines before they train
+python -m kernels_bench.zoo --family gradients    # steps that check_gradients examines
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ PEERS = ("pulsegrad", "trainscope")
 def main(argv=None):
     parser = scripts.parser("kernels_bench.zoo", __doc__)
     parser.add_argument(
-        "--family", choices=("first", "transformers", "contracts"), default="first", help="default: first"
+        "--family",
+        choices=("first", "transformers", "contracts", "gradients"),
+        default="first",
+        help="default: first",
     )
     parser.add_argument("--held-out", action="store_true", help="add the held-out faults of a family")
     parser.add_argument("--kinds", default="", help="a regular expression: healthy kinds and faults to run")

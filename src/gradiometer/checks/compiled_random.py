@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from gradiometer.checks.compared_tensors import GradientRow
+from gradiometer.checks.gradient_runs import eagerly
 from gradiometer.checks.recompiled import WithoutDropout, recompiled
 from gradiometer.checks.reference_runs import has_same_numbers
 from gradiometer.checks.slope import slope_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from gradiometer.checks.gradient_report import GradientReport
     from gradiometer.checks.reference_runs import References, Runs
@@ -38,9 +42,16 @@ def compare_random(
     notes = [other]
     reports = []
     again = _run(runs, step, found, notes, dropout=True) if found.backends else None
-    if again is not None and has_same_numbers(runs.random, found.random):
+    if again is not None:
+        has_drawn_as_much = has_same_numbers(runs.random, found.random)
         report = compare(again, found)
-        if report.failures and (report.failures[0].what == "output" or not again.outputs):
+        # a backward pass that draws once more is wrong, if the outputs show that the forward pass draws the
+        # same numbers: they agree, and depend on these
+        if not (
+            has_drawn_as_much or (not _outputs_differ(report) and _outputs_are_random(runs, step, found))
+        ):
+            notes.append("compiled again with fallback_random, it draws others, too: not compared")
+        elif report.failures and (_outputs_differ(report) or not again.outputs):
             notes.append(
                 "compiled again with fallback_random, it may draw them in another order: not compared"
             )
@@ -48,8 +59,6 @@ def compare_random(
             reports.append(report)
             what = "differs" if report.failures else "agrees"
             notes.append(f"compiled again with fallback_random, which is another program, it {what}")
-    elif again is not None:
-        notes.append("compiled again with fallback_random, it draws others, too: not compared")
     plain = runs.references(step, dropout=False)
     if plain.is_random:
         notes.append("not compared without dropout: it draws other random numbers, too")
@@ -78,6 +87,23 @@ def compare_random(
     return replace(
         reports[0], rows=(*rows, *reports[0].rows), notes=tuple(dict.fromkeys([*notes, *reports[0].notes]))
     )
+
+
+def _outputs_differ(report: GradientReport) -> bool:
+    return any(row.what == "output" for row in report.failures)
+
+
+def _outputs_are_random(runs: Runs, step: Callable[..., Any], found: References) -> bool:
+    """Return whether the outputs of eager mode are others if it draws other random numbers."""
+    other = runs.run(step, eagerly(), _other_numbers()).outputs
+    return any(name in other and not torch.equal(x, other[name]) for name, x in found.eager.outputs.items())
+
+
+@contextmanager
+def _other_numbers() -> Iterator[None]:
+    """Draw other random numbers; the state around it is restored by the caller."""
+    torch.manual_seed(torch.initial_seed() + 1)
+    yield
 
 
 def _run(

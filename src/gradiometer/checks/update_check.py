@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from gradiometer.checks.allowed_error import FACTOR
 from gradiometer.checks.compared_tensors import GradientRow, Tensors, compare_tensors
 from gradiometer.checks.gradient_report import GradientReport
+from gradiometer.checks.gradient_runs import eagerly
 from gradiometer.inputs import is_dtensor, local_shard, named_parameters
 from gradiometer.stats import repeating
 from gradiometer.terminal import one_line
@@ -85,10 +86,13 @@ def compare_updates(
     text = ", ".join(f"{key}={value}" for key, value in options.items() if key != "capturable")
     against = f"{kind}({text})" if text else f"{kind} in eager mode"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # of an optimizer that calls compiled functions
+    backends: list[Any] = []
     try:
         with torch.no_grad(), repeating(parameters):
             given = _own(optimizer, grads, names, step) if step else _copied(optimizer, grads, names, {})
-            reference = _copied(optimizer, grads, names, options)
+            with eagerly(backends):
+                reference = _copied(optimizer, grads, names, options)
     except _NotComparableError as error:
         return _not_compared(str(error), against)
     except Exception as error:  # noqa: BLE001 of an optimizer, which may be anything
@@ -98,11 +102,11 @@ def compare_updates(
     notes: list[str] = []
     exact = None
     try:
-        with torch.no_grad(), repeating(parameters), lifting():
+        with torch.no_grad(), repeating(parameters), eagerly(), lifting():
             exact = _copied(optimizer, grads, names, options, torch.float64)
     except Exception as error:  # noqa: BLE001 as above
         notes.append(f"{kind} can't run in float64: {type(error).__name__}: {one_line(error)}")
-    if step is None and all(
+    if not (step or backends) and all(
         group.get(k, v) in {v, None} for group in optimizer.param_groups for k, v in options.items()
     ):
         notes.append(f"{kind} already is in its plain implementation: only its rounding was checked")

@@ -1,0 +1,1 @@
+"""Planted gradient faults and healthy steps, which `gradiometer.check_gradients` examines."""
