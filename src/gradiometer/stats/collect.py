@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -9,16 +10,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from gradiometer import ops
-from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds
-from gradiometer.inputs import check_names, named_parameters, named_tensors, present
+from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds, number
+from gradiometer.inputs import check_names, named_parameters, named_tensors, on_device, present
 from gradiometer.ops import tensor_stats_in_graph
 from gradiometer.stats.measure import measure, measure_grads, over_ranks, over_ranks_with
 from gradiometer.stats.norms import finite_norm, norms_of, order_of
+from gradiometer.stats.project import projected
 from gradiometer.stats.tensor_stats import TensorStats
 
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters, Tensors
+    from gradiometer.stats.projection_stats import ProjectionStats
 
 
 def collect_grads(
@@ -28,6 +31,7 @@ def collect_grads(
     inv_scale: Tensor | float | None = None,
     skip_nonfinite: bool = False,
     fingerprint: bool = False,
+    projections: int | None = None,
     reduce: bool | Ranks = False,
 ) -> TensorStats:
     """Measure every gradient of a model in one read on its device, without host synchronization.
@@ -46,6 +50,8 @@ def collect_grads(
             ``skipped`` of the stats and the report is true.
         fingerprint: whether to compute `TensorStats.fingerprints` too, in the same read. They are those of
             the gradients' own bits, whatever ``inv_scale`` is.
+        projections: also project each gradient on this number of random signs, in one more read, see
+            `gradiometer.collect_projections`: `TensorStats.projections`.
         reduce: whether to merge with the statistics of the other ranks, as `TensorStats.reduce` does: a bool,
             or a `gradiometer.Ranks`. If so, all ranks have to make this call. For a DTensor only the local
             shard is read in either case.
@@ -64,13 +70,29 @@ def collect_grads(
     >>> stats.names, stats.norm
     (('weight', 'bias'), tensor([5., 1.], dtype=torch.float64))
     """
-    is_plain = inv_scale is None and skip_nonfinite is reduce is fingerprint is False
+    is_plain = inv_scale is projections is None and skip_nonfinite is reduce is fingerprint is False
     if is_plain and torch.compiler.is_compiling():
         stats = _grads_in_graph(model, thresholds)
         if stats is not None:
             return stats
     options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "reduce": reduce, "fingerprint": fingerprint}
-    return measure_grads(model, "collect_grads", thresholds, inv_scale, **options)[1]
+    stats = measure_grads(model, "collect_grads", thresholds, inv_scale, **options)[1]
+    if projections is None:
+        return stats
+    named = named_parameters(model, "collect_grads")
+    found = projected(named, "collect_grads", projections, 0, reduce, of_grads=True)
+    return replace(stats, projections=_scaled(found, inv_scale))
+
+
+def _scaled(found: ProjectionStats, inv_scale: Tensor | float | None) -> ProjectionStats:
+    if inv_scale is None:
+        return found
+    columns = found.columns
+    if isinstance(inv_scale, Tensor):
+        factor = on_device(inv_scale.detach(), columns.device).reshape(()).to(columns)
+    else:
+        factor = number(inv_scale, columns.device)
+    return replace(found, columns=found.schema.scaled(columns, factor))
 
 
 def _grads_in_graph(model: Parameters, thresholds: Thresholds) -> TensorStats | None:
@@ -108,6 +130,7 @@ def collect_weights(
     *,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     fingerprint: bool = False,
+    projections: int | None = None,
     reduce: bool | Ranks = False,
 ) -> TensorStats:
     """Measure every parameter of a model in one read on its device, without host synchronization.
@@ -116,6 +139,7 @@ def collect_weights(
         model: as for `collect_grads`.
         thresholds: limits of the flags.
         fingerprint: as for `collect_grads`.
+        projections: as for `collect_grads`.
         reduce: as for `collect_grads`.
 
     Returns:
@@ -130,13 +154,16 @@ def collect_weights(
     ('weight', 'bias')
     """
     named = named_parameters(model, "collect_weights")
-    return over_ranks(
+    stats = over_ranks(
         reduce,
         named,
         "collect_weights",
         lambda _: measure(named, "collect_weights", thresholds, fingerprint=fingerprint),
         fingerprint=fingerprint,
     )
+    if projections is None:
+        return stats
+    return replace(stats, projections=projected(named, "collect_weights", projections, 0, reduce))
 
 
 def collect(
@@ -146,6 +173,7 @@ def collect(
     inv_scale: Tensor | float | None = None,
     skip_nonfinite: bool = False,
     fingerprint: bool = False,
+    projections: int | None = None,
     reduce: bool | Ranks = False,
 ) -> TensorStats:
     """Measure any tensors in one read on their device, without host synchronization.
@@ -160,6 +188,7 @@ def collect(
         inv_scale: one element, positive and finite; the statistics are those of ``inv_scale * x``.
         skip_nonfinite: whether a step with a non-finite element is skipped; as for `collect_grads`.
         fingerprint: as for `collect_grads`. A sparse tensor has that of its dense form.
+        projections: as for `collect_grads`.
         reduce: as for `collect_grads`. A plain tensor counts as a copy that all ranks share. If each rank has
             its own tensor, make ``gm.Ranks(tensors, shards={".*": None})`` once and pass that.
 
@@ -181,7 +210,11 @@ def collect(
         return measure(named, "collect", thresholds, inv_scale, **options)
 
     agreed: dict[str, Any] = {"inv_scale": 1.0 if inv_scale is None else inv_scale}
-    return over_ranks(reduce, named, "collect", measured, fingerprint=fingerprint, **agreed)
+    stats = over_ranks(reduce, named, "collect", measured, fingerprint=fingerprint, **agreed)
+    if projections is None:
+        return stats
+    found = projected(named, "collect", projections, 0, reduce)
+    return replace(stats, projections=_scaled(found, inv_scale))
 
 
 @overload

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _Context = tuple[tuple[str, ...], tuple[Any, ...], tuple[tuple[str, Any], ...], tuple[str, ...]]
 
 # the attributes that are tensors or stats; None would be a leaf
-_CHILDREN: Final = ("columns", "flags", "origin", "local", "fingerprints", "diverged")
+_CHILDREN: Final = ("columns", "flags", "origin", "local", "fingerprints", "diverged", "projections")
 
 
 def _from_json(dumped: list[Any]) -> _Context:

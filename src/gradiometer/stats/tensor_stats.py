@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gradiometer.distributed import Ranks, Sharding
+    from gradiometer.stats.projection_stats import ProjectionStats
+
+# what other columns do not have
+_ANEW: Final[dict[str, Any]] = {"fingerprints": None, "diverged": None, "projections": None}
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -49,6 +53,8 @@ class TensorStats(TensorValues, HealthValues[Tensor, Tensor], NamedStats[Report]
             each tensor, see `gradiometer.Fingerprint`. -1 bytes stand for no fingerprint.
         diverged: ``(T,) bool``, after `reduce` with fingerprints: whether ranks that hold copies of this
             tensor, or of a shard of it, have different bits. False where a rank has not measured its copy.
+        projections: if they were asked for: `gradiometer.ProjectionStats` of the same tensors, for distances
+            and cosines. Merged rows and groups have none.
         local: after `reduce`: the statistics of this process before it. None before `reduce`, and for
             groups made after it.
 
@@ -74,6 +80,7 @@ class TensorStats(TensorValues, HealthValues[Tensor, Tensor], NamedStats[Report]
     skip_nonfinite: bool = False
     fingerprints: Tensor | None = None
     diverged: Tensor | None = None
+    projections: ProjectionStats | None = None
 
     def __init__(
         self,
@@ -90,13 +97,14 @@ class TensorStats(TensorValues, HealthValues[Tensor, Tensor], NamedStats[Report]
         local: TensorStats | None = None,
         fingerprints: Tensor | None = None,
         diverged: Tensor | None = None,
+        projections: ProjectionStats | None = None,
     ) -> None:
         super().__init__(names, columns, sharding, origin, local)
         thresholds = thresholds or DEFAULT_THRESHOLDS
         if flags is None:
             flags = TENSORS.flags_of(columns, thresholds, skip_nonfinite=skip_nonfinite)
         self._set(flags=flags, thresholds=thresholds, skip_nonfinite=skip_nonfinite)
-        self._set(fingerprints=fingerprints, diverged=diverged)
+        self._set(fingerprints=fingerprints, diverged=diverged, projections=projections)
 
     total_zero_fraction = OfAll[Tensor]()
     """Share of all elements equal to 0; 0-d float64."""
@@ -166,7 +174,7 @@ class TensorStats(TensorValues, HealthValues[Tensor, Tensor], NamedStats[Report]
 
     def _with(self, columns: Tensor, **changes: Any) -> TensorStats:
         flags = TENSORS.flags_of(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
-        return super()._with(columns, **{"flags": flags, "fingerprints": None, "diverged": None} | changes)
+        return super()._with(columns, **_ANEW | {"flags": flags} | changes)
 
     def _more_to_pack(self) -> list[Tensor]:
         found = [self.flags.to(torch.float64).unsqueeze(1)]
