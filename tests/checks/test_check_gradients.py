@@ -72,6 +72,7 @@ def traced_backward():
         yield
 
 
+@pytest.mark.usefixtures("_dynamo")
 @pytest.mark.parametrize("how", ["function", "module", "in place", "whole"])
 def test_a_fault_in_compiled_code_is_named(how):
     x, y = data()
@@ -219,46 +220,15 @@ class Budget(nn.Module):
 def test_a_memory_budget_that_recomputes_with_other_random_numbers_is_named():
     # pytorch#190758
     torch.manual_seed(0)
-    model = nn.Sequential(Budget(), Budget())
+    model = nn.Sequential(Budget())
     x = torch.randn(32, 32)
     with torch._functorch.config.patch(activation_memory_budget=0.0):
         step = step_of(model, torch.compile(model))
         report = gm.check_gradients(step, x, torch.zeros(32, 32), model=model)
-        names = {"1.down.weight", "1.up.weight", "0.down.weight", "0.up.weight"}
-        if report:
-            pytest.skip("this version of torch keeps the random numbers")
-    assert report.first.name in {"1.down.weight", "1.down.bias"}
-    assert names <= {row.name for row in report.failures}
+    # of torch 2.11 to 2.14
+    assert {"0.down.weight", "0.up.weight"} <= {row.name for row in report.failures}
     assert report.first.what == "slope"
     assert "the backward pass may have used other random numbers" in report.first.text
-
-
-class Angles(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 3))
-
-    def forward(self, x):
-        return torch.atan2(self.weight, x).amin(dim=-1)
-
-
-@needs_compiler
-def test_a_gradient_that_inductor_drops_is_named():
-    # pytorch#186799
-    torch.manual_seed(0)
-    model = Angles()
-    compiled = torch.compile(model)
-
-    def step(x):
-        loss = compiled(x).sum()
-        loss.backward()
-        return loss
-
-    report = gm.check_gradients(step, torch.randn(2, 3), model=model)
-    if report:
-        pytest.skip("this version of torch keeps the gradient")
-    assert [row.name for row in report.failures] == ["weight"]
-    assert report.first.module == "Angles"
 
 
 @pytest.mark.parametrize("micro_batches", [2, 8])

@@ -327,6 +327,7 @@ def test_rows_are_0_in_steps_that_are_not_due():
         assert may_project(cursor_of(step, every, of_them)) == (due or INTERPRETED or bool(GPU_TARGET))
 
 
+@pytest.mark.usefixtures("_dynamo")
 def test_it_works_inside_a_compiled_function():
     model = torch.nn.Linear(20, 30)
 
@@ -339,10 +340,9 @@ def test_it_works_inside_a_compiled_function():
         return stats, gated
 
     x = torch.randn(8, 20)
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-        stats, gated = compiled(x, cursor_of(4, 2, 1))
-        assert compiled(x, cursor_of(3, 2, 1))[1].count_nonzero() == 0
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    stats, gated = compiled(x, cursor_of(4, 2, 1))
+    assert compiled(x, cursor_of(3, 2, 1))[1].count_nonzero() == 0
     expected, due = step(x, cursor_of(4, 2, 1))
     torch.testing.assert_close(stats.columns, expected.columns, rtol=1e-5, atol=1e-5)
     assert torch.equal(gated, due)
