@@ -194,22 +194,29 @@ def test_a_step_of_ones_own_runs_on_the_parameters_and_is_undone():
     )
 
 
-class WrongIfCompiled(torch.optim.SGD):
-    """SGD that leaves the last parameter out if it is compiled."""
+class Compiled(torch.optim.SGD):
+    """SGD that may leave the last parameter out if it is compiled."""
+
+    is_wrong = False
 
     @torch.no_grad()
     def step(self, closure=None):
         del closure
         parameters = self.param_groups[0]["params"]
-        for p in parameters[: -1 if torch.compiler.is_compiling() else None]:
+        for p in parameters[: -1 if self.is_wrong and torch.compiler.is_compiling() else None]:
             p.sub_(self.param_groups[0]["lr"] * p.grad)
+        # torch 2.12 to 2.14 fail to return None from compiled code after a backward pass was compiled, too
+        return parameters
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, WrongIfCompiled])
+@pytest.mark.parametrize("is_wrong", [True, False])
 @pytest.mark.parametrize("is_attribute", [True, False])
-def test_a_compiled_step_is_compared_as_it_is(kind, is_attribute):
+def test_a_compiled_step_is_compared_as_it_is(is_wrong, is_attribute):
+    # at the limit of recompilation, code runs eagerly
+    torch._dynamo.reset()
     model = model_of()
-    optimizer = kind(model.parameters(), lr=0.1)
+    optimizer = Compiled(model.parameters(), lr=0.1)
+    optimizer.is_wrong = is_wrong
     compiled = torch.compile(optimizer.step, backend="aot_eager")
     if is_attribute:
         optimizer.step = compiled
@@ -231,15 +238,14 @@ def test_a_compiled_step_is_compared_as_it_is(kind, is_attribute):
 
     assert same(before, values(optimizer, model))
     assert [row.what for row in report].count("update") == 6
-    assert [(row.what, row.name) for row in report.failures] == (
-        [("update", "2.bias")] if kind is WrongIfCompiled else []
-    )
-    assert bool(report) == (kind is not WrongIfCompiled)
+    assert [(row.what, row.name) for row in report.failures] == ([("update", "2.bias")] if is_wrong else [])
+    assert bool(report) != is_wrong
 
 
 def test_an_update_that_is_compiled_with_more_is_not_compared():
+    torch._dynamo.reset()
     model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Compiled(model.parameters(), lr=0.1)
 
     @torch.compile(backend="aot_eager")
     def update():
@@ -254,7 +260,7 @@ def test_an_update_that_is_compiled_with_more_is_not_compared():
 
     report = gm.check_gradients(step, torch.randn(4, 12), model=model, optimizer=optimizer)
     assert report, str(report)
-    assert "not compared: update optimizer: SGD is compiled within the step" in str(report)
+    assert "not compared: update optimizer: Compiled is compiled within the step" in str(report)
     assert len([row for row in report if row.what == "update"]) == 1
 
 

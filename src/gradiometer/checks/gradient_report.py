@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 import textwrap
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -36,7 +37,7 @@ _LONGEST: Final = 48
 class GradientReport:
     """The result of `check_gradients`; false if a tensor is wrong or none could be compared.
 
-    ``print`` shows the first wrong tensor, a table of those with the largest errors, and the notes.
+    ``print`` shows the first wrong tensor, a table that begins with wrong ones, and the notes.
 
     Attributes:
         rows: a `GradientRow` for each tensor: outputs, then gradients in the order of the backward pass, then
@@ -129,7 +130,8 @@ class GradientReport:
         """Return a table for a notebook."""
         head = f"<p><b>{html.escape(self.summary)}</b></p>"
         head += "".join([f"<p>{html.escape(each)}</p>" for each in self._first])
-        return head + text_table.html(self._table._replace(notes=self._notes))
+        table = text_table.html(self._table._replace(notes=self._notes))
+        return head + re.sub(">wrong(?=[:<])", '><b style="color:#c62828">wrong</b>', table)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON; numbers that are not finite are None."""
@@ -178,21 +180,25 @@ class GradientReport:
 
     @property
     def _table(self) -> TextTable:
-        # rows that fail are in order, and then those that are nearest to failing
-        rest = [each for each in self.rows if each.is_compared and not each.fails]
-        rest.sort(key=lambda each: each.error / each.allowed if each.allowed else 0.0, reverse=True)
+        # wrong rows in order, and those that agree nearest to the first; or the nearest to failing
         wrong = self.failures
+        start = self.rows.index(wrong[0]) if wrong else 0
+        rest = [
+            x for x in (*reversed(self.rows[:start]), *self.rows[start:]) if x.is_compared and not x.fails
+        ]
+        if not wrong:
+            rest.sort(key=lambda each: each.error / each.allowed if each.allowed else 0.0, reverse=True)
         shown = [*wrong[: _MOST_ROWS - min(_MOST_RIGHT, len(rest))], *rest]
         shown = shown[: _MOST_ROWS if wrong else 2 * _MOST_RIGHT]
-        hidden = [each for each in (*wrong, *rest) if each not in shown]
-        failed = sum(each.fails for each in hidden)
-        counts = f": {failed} wrong, {len(hidden) - failed} agree" if failed else ""
+        hidden = len(wrong) + len(rest) - len(shown)
+        failed = len(wrong) - sum(each.fails for each in shown)
+        counts = f": {failed} wrong, {hidden - failed} agree" if failed else ""
         # rows that have no numbers are told of in the notes
-        more = f"and {len(hidden)} more{counts}" if hidden else ""
+        more = f"and {hidden} more{counts}" if hidden else ""
         header = ("tensor", "what", "error", "allowed", "cosine", "norm ratio", "")
         # what is wrong with all of them, and with the first, is said above
-        first = self.first
-        texts = ["" if self.kind or each is first else printable(each.text) for each in shown]
+        said = {"", wrong[0].text} if wrong else {""}
+        texts = ["" if self.kind or each.text in said else printable(each.text) for each in shown]
         rows = [_cells(each, text) for each, text in zip(shown, texts, strict=True)]
         return TextTable("", header, rows, more)
 

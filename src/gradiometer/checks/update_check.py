@@ -15,6 +15,7 @@ from gradiometer.checks.allowed_error import FACTOR
 from gradiometer.checks.compared_tensors import GradientRow, Tensors, compare_tensors
 from gradiometer.checks.gradient_report import GradientReport
 from gradiometer.checks.gradient_runs import eagerly
+from gradiometer.checks.recompiled import more_recompilations
 from gradiometer.inputs import is_dtensor, local_shard, named_parameters
 from gradiometer.stats import repeating
 from gradiometer.terminal import one_line
@@ -179,7 +180,8 @@ def _own(
         for p in parameters:
             grad = grads.get(names[p])
             p.grad = None if grad is None else grad.detach().to(p.dtype, copy=True)
-        _call(step)
+        with more_recompilations() if hasattr(step, "_torchdynamo_orig_callable") else nullcontext():
+            _call(step)
         return {names[p]: _change(p, old) for p, old, _ in before if p.grad is not None}
     finally:
         vars(optimizer).update(hooks)
