@@ -492,3 +492,33 @@ def test_numbers_that_a_kernel_keeps_to_itself(monkeypatch):
     assert "inside of a kernel" in told
     assert "without dropout it agrees" in told
     assert "as it trains, its gradients are those of its loss" in told
+
+    def without_loss(x, y):
+        step_of(model, forward)(x, y)
+
+    report = gm.check_gradients(without_loss, *data(), model=model)
+    assert not report
+    assert not report.failures
+    assert "as it trains: its random numbers could not be compared in any way" in report.summary
+    assert any("the step does not return its loss" in note for note in report.notes)
+
+
+def test_a_fault_of_1e_4_in_a_float32_step_is_named():
+    model = Model()
+
+    def scaled(factor):
+        def step(x, y):
+            loss = functional.mse_loss(model(x), y)
+            loss.backward()
+            model.inner.weight.grad *= factor
+            return loss
+
+        return step
+
+    report = gm.check_gradients(scaled(1.0001), *data(), model=model, against=scaled(1.0))
+    assert [row.name for row in report.failures] == ["inner.weight"]
+    assert report.first.text == "all elements are 1.0001 times the reference"
+    text = str(report).splitlines()
+    assert text[0] == "differs from step: 1 of 5 tensors is wrong, judged by float64"
+    assert text[1].startswith("first: gradient inner.weight (Linear): error 1e-4 of its norm, allowed ")
+    assert max(map(len, text)) <= 110

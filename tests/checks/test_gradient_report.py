@@ -148,6 +148,80 @@ def test_faults_of_a_few_per_cent_are_found(seed):
         assert report.first.norm_ratio == pytest.approx(1.03, abs=2e-3)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_float32_without_tf32_is_judged_by_its_own_rounding(seed):
+    model, x, y = make(Words, seed)
+    runs = runs_of(model, x, y)
+    order = torch.randperm(len(x))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        other = run(model, x, y)
+    # with TF32 all gradients are farther, and are judged as before
+    for given in (
+        runs[0],
+        other,
+        run(model, x[order], y[order]),
+        run(model, x, y, mode=RoundedProducts(10)),
+        run(model, x, y, mode=Truncated()),
+    ):
+        report = verdict(given, runs, is_smooth=True)
+        assert report, str(report)
+    for name, grad in runs[0].grads.items():
+        if name.endswith("k.bias"):
+            continue
+        factor = 1 + (1e-4 if grad.numel() >= 256 else 1e-3)
+        report = verdict(with_grad(runs[0], name, lambda g, by=factor: g * by), runs, is_smooth=True)
+        assert [each.name for each in report.failures] == [name]
+        assert report.first.text == f"all elements are {factor} times the reference"
+
+
+def test_rounding_that_only_some_gradients_have_is_said():
+    model, x, y = make(Words, 0)
+    runs = runs_of(model, x, y)
+    given = with_grad(runs[0], "embed.weight", lambda g: rounded(g, 9))
+    report = verdict(given, runs, is_smooth=True)
+
+    assert [each.name for each in report.failures] == ["embed.weight"]
+    assert "they are rounding if the step uses TF32 or 16 bits in its backward pass only" in report.notes[-1]
+    assert verdict(given, runs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_gradient_without_rounding_does_not_hide_tf32(seed):
+    torch.manual_seed(seed)
+    model, x = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32)), torch.randn(64, 8)
+
+    def summed(dtype=torch.float32, mode=None):
+        mine = copy.deepcopy(model).to(dtype)
+        with mode or nullcontext():
+            mine(x.to(dtype)).sum().backward()
+        # that of the last bias is the number of rows, exactly
+        return StepRun({}, {name: p.grad for name, p in reversed(list(mine.named_parameters()))})
+
+    runs = summed(), summed(torch.float64), summed(mode=RoundedProducts())
+    report = verdict(summed(mode=RoundedProducts(10)), runs, is_smooth=True)
+    assert report, str(report)
+    assert report["2.bias"].error == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "is_smooth"),
+    [
+        (nn.functional.gelu, True),
+        (lambda x: x.softmax(-1), True),
+        (torch.relu, False),
+        (lambda x: x.max(-1).values, False),
+        (lambda x: torch.where(x > 0, x, 0.1 * x), False),
+        (lambda x: torch.relu(x[:2]), True),
+    ],
+    ids=["gelu", "softmax", "relu", "max", "where", "few"],
+)
+def test_steps_whose_gradients_may_jump_are_known(function, is_smooth):
+    x = torch.randn(128, 64, requires_grad=True)
+    with RoundedProducts() as mode:
+        function(x).sum().backward()
+    assert mode.is_smooth == is_smooth
+
+
 def test_rounding_alone_is_said():
     model, x, y = make(Words, 0)
     runs = runs_of(model, x, y)
@@ -170,7 +244,7 @@ def test_the_first_in_backward_order_is_named():
     assert not report
     assert report.first.name == "blocks.1.1.bias"
     assert report.first.module == "LayerNorm"
-    assert "first: gradient blocks.1.1.bias (LayerNorm): error 2, allowed" in str(report)
+    assert "\nfirst: gradient blocks.1.1.bias (LayerNorm): error 2 of its norm, allowed" in str(report)
     assert "from blocks.1.1.bias on, in the order of the backward pass, all gradients are the negative" in (
         report.kind
     )
@@ -241,7 +315,7 @@ def test_values_that_are_not_finite(value):
     report = judged(only, only)
     assert not report
     assert not report.is_comparable
-    assert report.summary.startswith("not compared with eager by float64: no gradient could be compared")
+    assert report.summary.startswith("not compared with eager mode: no gradient could be compared")
 
 
 def test_a_gradient_that_is_exact_by_luck_may_round():
@@ -265,7 +339,7 @@ def test_without_float64_it_is_said_and_the_tolerance_is_wide():
 
     assert report, str(report)
     assert report.precision == ""
-    assert "compared with eager only, without a float64 run" in str(report)
+    assert report.summary == "agrees with eager mode alone: 16 tensors, without a float64 run"
     wrong = with_grad(healthy, "head.weight", lambda g: g * 1.5)
     assert judge(wrong, reference, None, modules={}, against="eager").first.name == "head.weight"
 

@@ -5,6 +5,12 @@ reference's own distance from float64, ``unit`` the relative error that its grad
 least the precision of the coarsest arithmetic that is usual for the dtype. A tensor of few elements has more:
 its error is the norm of few random numbers, which may be near 0 by chance.
 
+For float32, TF32 is usual. A step that does not use it is told by the errors of all its gradients, and has a
+``unit`` of 2**-16 at least: compiled code may sum 10**5 terms one after the other, where eager mode sums in a
+tree. It also has the error that the reference has with coarse products, in proportion to the precision: a
+gradient that they change much is changed by any rounding. Gradients that jump, as at the edge of a ReLU, are
+left out: one jump that rounding causes in one run and not in the other changes them by 1e-3.
+
 A gradient whose terms cancel, such as that of a bias before a BatchNorm, is rounding alone. Its scale is that
 of the terms, which the other gradients of its module show.
 
@@ -34,6 +40,14 @@ _FLOAT8: Final = 2.0**-3
 _UNMEASURED: Final = 2.0**-6
 # the least ratio of the errors of a tensor is below 1.4 in float32 steps, and above 7 in those with TF32
 _COARSE: Final = 4.0
+# what coarse products change by less than this tells nothing about them
+_UNTOUCHED: Final = 2.0**-13
+# the unit of float32 without TF32; and the largest relative error of a reference that has neither that nor
+# 16-bit parts
+_FINE: Final = 2.0**-16
+_FINEST: Final = 2.0**-14
+# from products in 8 bits to float32, and some more
+_CONDITION: Final = 2.0**-13
 
 
 class Rounding(NamedTuple):
@@ -61,11 +75,13 @@ class Limits(NamedTuple):
         allowed: the norm that each tensor's error may have.
         usual: the relative error that a quarter of the tensors does not exceed; 0 if it was not measured.
         is_coarse: whether the step rounds as TF32 does, and the reference does not.
+        is_fine: whether both round as float32 without TF32 does.
     """
 
     allowed: dict[str, float]
     usual: float
     is_coarse: bool
+    is_fine: bool = False
 
 
 def limits(
@@ -74,8 +90,8 @@ def limits(
     factor: float,
     *,
     is_measured: bool,
-    least: float = 0.0,
-    is_coarse: bool | None = None,
+    is_smooth: bool = False,
+    like: Limits | None = None,
 ) -> Limits:
     """Return how large the errors of a step may be.
 
@@ -84,17 +100,23 @@ def limits(
         errors: the error of each tensor of the step.
         factor: by how much an error may exceed that of the reference.
         is_measured: whether there is a float64 run. Otherwise errors are assumed from the dtypes.
-        least: the least relative error that is taken as usual.
-        is_coarse: whether the step rounds as TF32 does; None to tell by the errors.
+        is_smooth: whether the tensors are known not to jump, so that they may be judged as finely as float32
+            rounds.
+        like: the limits of the gradients, for a few outputs, which do not tell how the step rounds.
     """
     if not is_measured:
         roundings = {name: _coarse(x, 0.0) for name, x in tensors.items()}
         return Limits(_allowed(roundings, factor, None), 0.0, is_coarse=False)
     relative = sorted(x.error / x.norm for x in tensors.values() if x.norm > 0)
-    usual = max(least, relative[len(relative) // 4] if relative else 0.0)
-    coarse = _is_coarse(tensors, errors) if is_coarse is None else is_coarse
-    roundings = {name: _coarse(x, usual) for name, x in tensors.items()} if coarse else dict(tensors)
-    return Limits(_allowed(roundings, factor, usual), usual, coarse)
+    usual = relative[len(relative) // 4] if relative else 0.0
+    if like is None:
+        coarse = _is_coarse(tensors, errors)
+        fine = is_smooth and not coarse and _is_fine(tensors)
+    else:
+        usual, coarse, fine = max(like.usual, usual), like.is_coarse, like.is_fine
+    change = (lambda x: _coarse(x, usual)) if coarse else _conditioned if fine else lambda x: x
+    roundings = {name: change(x) for name, x in tensors.items()}
+    return Limits(_allowed(roundings, factor, usual, is_fine=fine), usual, coarse, fine)
 
 
 def unit_of(dtype: torch.dtype) -> float:
@@ -106,12 +128,27 @@ def unit_of(dtype: torch.dtype) -> float:
 
 def _is_coarse(tensors: Mapping[str, Rounding], errors: Mapping[str, float]) -> bool:
     """Return whether a step rounds much more than its reference, as with TF32, by the errors of all."""
-    known = [(name, x) for name, x in tensors.items() if x.norm > 16.0 * x.error]
+    known = [
+        (name, x)
+        for name, x in tensors.items()
+        if x.norm > 16.0 * x.error and (x.coarse is None or x.coarse > _UNTOUCHED * x.norm)
+    ]
     # an error of few elements may be small by chance
     known = [(name, x) for name, x in known if x.numel >= 16] or known
     least = [x.error + x.norm * torch.finfo(x.dtype).eps / 2 for _, x in known]
     ratios = [errors[name] / each for (name, _), each in zip(known, least, strict=True)]
     return min(ratios, default=0.0) > _COARSE
+
+
+def _is_fine(tensors: Mapping[str, Rounding]) -> bool:
+    """Return whether the reference rounds as float32 does, by the errors of all but a quarter."""
+    known = sorted(x.error / x.norm for x in tensors.values() if x.norm > 16.0 * x.error)
+    return bool(known) and known[3 * len(known) // 4] <= _FINEST
+
+
+def _conditioned(rounding: Rounding) -> Rounding:
+    """Return the rounding of a tensor with at least the error that its sensitivity to rounding tells of."""
+    return rounding._replace(error=max(rounding.error, _CONDITION * (rounding.coarse or 0.0)))
 
 
 def _coarse(rounding: Rounding, usual: float) -> Rounding:
@@ -126,12 +163,14 @@ def _coarse(rounding: Rounding, usual: float) -> Rounding:
     return rounding._replace(error=error)
 
 
-def _allowed(tensors: Mapping[str, Rounding], factor: float, usual: float | None) -> dict[str, float]:
+def _allowed(
+    tensors: Mapping[str, Rounding], factor: float, usual: float | None, *, is_fine: bool = False
+) -> dict[str, float]:
     """Return the norm that each tensor's error may have; ``usual`` is None if it is not known."""
     largest = _largest({name: x.norm for name, x in tensors.items()})
     allowed = {}
     for name, (norm, error, numel, dtype, _) in tensors.items():
-        unit = max(unit_of(dtype), usual or 0.0)
+        unit = max(_FINE if is_fine and dtype == torch.float32 else unit_of(dtype), usual or 0.0)
         if usual is None and dtype != torch.float64:
             unit = max(unit, _UNMEASURED)
         scale = error + unit * norm

@@ -12,7 +12,7 @@ from gradiometer.checks.gradient_report import GradientReport, judge
 from gradiometer.checks.gradient_runs import copied
 from gradiometer.checks.reference_runs import Runs, has_same_numbers
 from gradiometer.checks.saved_reference import SavedReference, judge_saved
-from gradiometer.checks.update_check import compare_updates
+from gradiometer.checks.update_check import compare_updates, not_compared, plain_optimizer
 from gradiometer.distributed import is_active
 from gradiometer.inputs import unwrapped, without_wrappers
 from gradiometer.stats import collect_projections
@@ -47,6 +47,7 @@ def compared_step(
     modules = _modules(model)
     compare = partial(_compare, factor=factor, against=against, modules=modules)
     called: list[Optimizer] = []
+    eagerly_called: list[Optimizer] = []
     with runs.quietly():
         given = runs.run(step, called=called)
         random = runs.random
@@ -58,7 +59,7 @@ def compared_step(
             _check_gradients_exist(given, runs, found.eager)
             report = compare(*_with_common_outputs(given, found))
         else:
-            found = runs.references(step)
+            found = runs.references(step, called=eagerly_called)
             _check_gradients_exist(given, runs, found.eager)
             report = compare(given, found)
             has_others = not found.is_recorded
@@ -66,8 +67,15 @@ def compared_step(
                 has_others |= not (has_same_numbers(random, found.random) and _outputs_agree(report))
             if found.is_random and has_others:
                 report = compare_random(runs, step, given, found, compare, modules)
-        for each in dict.fromkeys([*called, *([] if optimizer is None else [optimizer])]):
-            updates = compare_updates(each, given.grads, model, modules=modules, factor=factor)
+        more = [] if optimizer is None else [plain_optimizer(optimizer)]
+        for each in dict.fromkeys([*called, *eagerly_called, *more]):
+            own = runs.compiled_steps.get(each)
+            if own is None and each in eagerly_called and each not in called:
+                updates = not_compared(
+                    f"{type(each).__name__} is compiled within the step, and can't be called alone"
+                )
+            else:
+                updates = compare_updates(each, given.grads, model, step=own, modules=modules, factor=factor)
             report = report.joined(updates)
     return report
 
@@ -91,7 +99,7 @@ def _compare(
     name = against if isinstance(against, str) else getattr(against, "__name__", "the reference")
     judged = partial(judge, modules=modules, factor=factor, against=name, rounded=found.rounded)
     if against != "float64":
-        return judged(given, eager, exact, notes=notes)
+        return judged(given, eager, exact, notes=notes, is_smooth=found.is_smooth)
     if exact is None:
         text = "there is no float64 run"
         rows = [GradientRow(each, "gradient", modules.get(each, ""), text=text) for each in eager.grads]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from gradiometer.checks.allowed_error import Rounding, limits
+from gradiometer.checks.allowed_error import Limits, Rounding, limits
 from gradiometer.checks.fault_kind import factor_of, fault_kind, nonfinite
 from gradiometer.stats.text_table import number
 from gradiometer.terminal import printable
@@ -59,6 +59,15 @@ class GradientRow:
         """Whether the reference is smaller than the allowed error, so that only large faults show."""
         return self.is_compared and not self.fails and self.norm <= self.allowed
 
+    def short(self) -> str:
+        """Return the name, the error, and what is wrong; cosine and ratio of norms are left out."""
+        name = f"{self.what} {self.name}" + (f" ({self.module})" if self.module else "")
+        size = self.norm or 1.0
+        of = " of its norm" if self.norm else ""
+        error = f"error {number(self.error / size)}{of}, allowed {number(self.allowed / size)}"
+        parts = ["" if math.isnan(self.error) else error, self.text]
+        return printable(f"{name}: {'; '.join(filter(None, parts))}")
+
     def __str__(self) -> str:
         name = f"{self.what} {self.name}" + (f" ({self.module})" if self.module else "")
         if math.isnan(self.error):
@@ -95,14 +104,12 @@ class Compared(NamedTuple):
         rows: a row for each tensor, in the order of the reference.
         factors: the factor of each tensor that has a gradient and was compared: 1 if it agrees, and None if
             no single one explains the difference.
-        usual: the relative error that the reference usually has.
-        coarse: whether the step rounds as TF32 does, and the reference does not.
+        limits: how large the errors may be.
     """
 
     rows: list[GradientRow]
     factors: dict[str, float | None]
-    usual: float
-    coarse: bool
+    limits: Limits
 
 
 class _Pair(NamedTuple):
@@ -122,8 +129,8 @@ def compare_tensors(
     factor: float,
     modules: Mapping[str, str],
     *,
-    least: float = 0.0,
-    coarse: bool | None = None,
+    is_smooth: bool = False,
+    like: Limits | None = None,
     floors: Mapping[str, float] | None = None,
 ) -> Compared:
     """Compare the tensors of a step with those of its reference.
@@ -133,8 +140,8 @@ def compare_tensors(
         tensors: the tensors of each run.
         factor: by how much an error may exceed that of the reference.
         modules: the module of each parameter, as text.
-        least: the least relative error that is taken as usual.
-        coarse: whether the step rounds as TF32 does, and the reference does not; None to tell by the errors.
+        is_smooth: whether the tensors are known not to jump, see `limits`.
+        like: the limits of the gradients, for outputs.
         floors: the norm of an error that is to be expected in each tensor besides.
     """
     rows: dict[str, GradientRow] = {}
@@ -151,14 +158,14 @@ def compare_tensors(
             roundings[name] = roundings[name]._replace(error=max(roundings[name].error, size))
     errors = {name: pair.error for name, pair in pairs.items()}
     is_measured = tensors.exact is not None
-    limit = limits(roundings, errors, factor, is_measured=is_measured, least=least, is_coarse=coarse)
+    limit = limits(roundings, errors, factor, is_measured=is_measured, is_smooth=is_smooth, like=like)
     factors: dict[str, float | None] = {}
     for name, pair in pairs.items():
         allowed = limit.allowed[name]
         rows[name] = row = _judged(rows[name], pair, allowed)
         if pair.rounding.norm > allowed:
             factors[name] = factor_of(_wide(pair.given), _wide(pair.base), allowed) if row.fails else 1.0
-    return Compared(list(rows.values()), factors, limit.usual, limit.is_coarse)
+    return Compared(list(rows.values()), factors, limit)
 
 
 def _pair(name: str, tensors: Tensors, what: str) -> _Pair | GradientRow:

@@ -33,14 +33,16 @@ def compare_random(
     compare: Callable[[StepRun, References], GradientReport],
     modules: Mapping[str, str],
 ) -> GradientReport:
-    """Compare a step with eager mode in three ways, none of which needs the same random numbers.
+    """Compare a step with eager mode in three ways, none of which needs the random numbers of the step.
 
     It is compiled again with the random numbers of eager mode; runs without dropout, for which it is compiled
-    again, too; and as it is, by the slope of its loss along its gradients.
+    again, too; and as it is, by the slope of its loss along its gradients. It passes only if the first or the
+    last, which cover the random numbers, is possible.
     """
     other = _OTHER if found.backends else _INSIDE
     notes = [other]
     reports = []
+    is_covered = False
     again = _run(runs, step, found, notes, dropout=True) if found.backends else None
     if again is not None:
         has_drawn_as_much = has_same_numbers(runs.random, found.random)
@@ -57,6 +59,7 @@ def compare_random(
             )
         else:
             reports.append(report)
+            is_covered = True
             what = "differs" if report.failures else "agrees"
             notes.append(f"compiled again with fallback_random, which is another program, it {what}")
     plain = runs.references(step, dropout=False)
@@ -84,8 +87,12 @@ def compare_random(
             [GradientRow(name, "gradient", modules.get(name, ""), text=other) for name in given.grads]
         )
         reports = [replace(compare(found.eager, found), rows=others)]
+    incomplete = "" if is_covered or rows else "its random numbers could not be compared in any way"
     return replace(
-        reports[0], rows=(*rows, *reports[0].rows), notes=tuple(dict.fromkeys([*notes, *reports[0].notes]))
+        reports[0],
+        rows=(*rows, *reports[0].rows),
+        notes=tuple(dict.fromkeys([*notes, *reports[0].notes])),
+        incomplete=incomplete,
     )
 
 

@@ -84,8 +84,8 @@ def _round_factor(factor: float) -> float:
 def times(factor: float) -> str:
     """Return a factor as text.
 
-    >>> times(0.25), times(-1.0), times(65536.0), times(1.0371)
-    ('1/4 times', 'the negative of', '65,536 (2^16) times', '1.037 times')
+    >>> times(0.25), times(-1.0), times(65536.0), times(1.00012)
+    ('1/4 times', 'the negative of', '65,536 (2^16) times', '1.00012 times')
     """
     if factor == -1.0:
         return "the negative of"
@@ -96,7 +96,8 @@ def times(factor: float) -> str:
     elif size < 1 and abs(1 / size - round(1 / size)) < 1e-9 / size:
         text = f"1/{round(1 / size):,}"
     else:
-        text = f"{size:.4g}"
+        # a factor near 1 has its digits later
+        text = next((x for x in (f"{size:.4g}", f"{size:.6g}") if x != "1"), f"{size:.9g}")
     return f"{'-' if factor < 0 else ''}{text} times"
 
 

@@ -29,7 +29,7 @@ from gradiometer.inputs import named_parameters, unwrapped
 from gradiometer.stats import leaves, repeating
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 
 class Float64Error(RuntimeError):
@@ -49,7 +49,12 @@ class Float64Run(StepRun):
 
 
 def float64_step(
-    step: Callable[..., Any], args: Any, kwargs: Any, model: nn.Module, draws: Draws | None = None
+    step: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    model: nn.Module,
+    draws: Draws | None = None,
+    optimizers: Iterable[Optimizer] | None = None,
 ) -> Float64Run:
     """Run a step eagerly in float64, and return what it returned and its gradients.
 
@@ -75,6 +80,7 @@ def float64_step(
         args: its arguments.
         kwargs: its keyword arguments.
         model: whose gradients are returned.
+        optimizers: all that there are, if they are known: looking for them takes long.
         draws: random numbers of a run of the same step `without_checkpoints`; without, the step draws some.
 
     Raises:
@@ -107,7 +113,7 @@ def float64_step(
         # without it nothing is compiled
         if "torch._dynamo.eval_frame" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        calls = stack.enter_context(without_updates(originals, _optimizers()))
+        calls = stack.enter_context(without_updates(originals, _hooked(optimizers)))
         stack.enter_context(custom_functions(originals, lifting))
         stack.enter_context(in_backward(originals))
         try:
@@ -141,9 +147,10 @@ def _dtypes(parameters: list[Tensor]) -> list[torch.dtype]:
     return list(dict.fromkeys([*own, torch.float32, torch.bfloat16, torch.float16]))
 
 
-def _optimizers() -> list[Optimizer]:
+def _hooked(optimizers: Iterable[Optimizer] | None) -> list[Optimizer]:
     """Return all optimizers that update parameters, also those that the step has from an unknown place."""
-    found = [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]
+    found = gc.get_objects() if optimizers is None else optimizers
+    found = [x for x in found if issubclass(type(x), Optimizer)]
     # a wrapper has no hooks: it calls the optimizer that has
     return [x for x in found if hasattr(type(x).step, "hooked")]
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import math
+import re
+import textwrap
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.checks.allowed_error import FACTOR
+import torch
+
+from gradiometer.checks.allowed_error import FACTOR, unit_of
 from gradiometer.checks.compared_tensors import GradientRow, Tensors, compare_tensors
 from gradiometer.checks.fault_kind import common_factor, common_sentence
 from gradiometer.stats import text_table
@@ -20,6 +25,10 @@ if TYPE_CHECKING:
 
 # the most rows that are shown: a screen
 _MOST_ROWS: Final = 12
+# of those the most that agree, if others fill the screen
+_MOST_RIGHT: Final = 3
+# of a line
+_WIDTH: Final = 110
 # the most characters about a tensor in the table
 _LONGEST: Final = 48
 
@@ -28,7 +37,7 @@ _LONGEST: Final = 48
 class GradientReport:
     """The result of `check_gradients`; false if a tensor is wrong or none could be compared.
 
-    ``print`` shows the first wrong tensor, a table of those with the largest errors, and the notes.
+    ``print`` shows the first wrong tensor, a table that begins with wrong ones, and the notes.
 
     Attributes:
         rows: a `GradientRow` for each tensor: outputs, then gradients in the order of the backward pass, then
@@ -39,6 +48,7 @@ class GradientReport:
         factor: by how much an error may exceed that of the reference.
         kind: the fault in one sentence if all gradients tell of the same one, otherwise ``""``.
         notes: what else a reader must know.
+        incomplete: why too little could be compared for the step to pass, otherwise ``""``.
     """
 
     rows: tuple[GradientRow, ...]
@@ -47,9 +57,10 @@ class GradientReport:
     factor: float = FACTOR
     kind: str = ""
     notes: tuple[str, ...] = ()
+    incomplete: str = ""
 
     def __bool__(self) -> bool:
-        return self.is_comparable and not self.failures
+        return self.is_comparable and not self.failures and not self.incomplete
 
     def __getitem__(self, name: str) -> GradientRow:
         """Return the first row of a name: that of a gradient, if there is one of an update too."""
@@ -89,19 +100,27 @@ class GradientReport:
         """One line: how many tensors are wrong, agree and were not compared."""
         compared = sum(each.is_compared for each in self.rows)
         failed = len(self.failures)
-        against = self.against + (" by float64" if self.precision and self.against != self.precision else "")
-        left = f"; {len(self.rows) - compared} not compared" if compared < len(self.rows) else ""
-        if not self.is_comparable:
-            return printable(f"not compared with {against}: no gradient could be compared{left}")
+        against = "eager mode" if self.against == "eager" else self.against
+        how = "" if against == self.precision else ", judged by float64"
+        how = how if self.precision else ", without a float64 run"
+        how += f"; {len(self.rows) - compared} not compared" if compared < len(self.rows) else ""
         if failed:
             verb = "is" if failed == 1 else "are"
-            counts = f"{failed} of {compared} tensors {verb} wrong, {compared - failed} agree"
-            return printable(f"differs from {against}: {counts}{left}")
-        return printable(f"agrees with {against}: {compared} tensors{left}")
+            text = f"differs from {against}: {failed} of {_tensors(compared)} {verb} wrong{how}"
+        elif not self.is_comparable:
+            text = f"not compared with {against}: no gradient could be compared"
+        elif self.incomplete:
+            text = f"not compared with {against} as it trains: {self.incomplete}"
+        else:
+            text = f"agrees with {against}{'' if self.precision else ' alone'}: {_tensors(compared)}{how}"
+        return printable(text)
 
     def __str__(self) -> str:
-        is_known = any(each.is_compared for each in self.rows)
-        return text_table.text(self._table) if is_known else "\n".join([self.summary, *self._notes])
+        lines = [line for each in [self.summary, *self._first] for line in _wrapped(each)]
+        notes = [line for each in self._notes for line in _wrapped(each)]
+        if not any(each.is_compared for each in self.rows):
+            return "\n".join([*lines, *notes])
+        return text_table.text(self._table._replace(headline="\n".join(lines), notes=notes))
 
     def __repr__(self) -> str:
         first = f": {self.first.name}" if self.first else ""
@@ -109,7 +128,10 @@ class GradientReport:
 
     def _repr_html_(self) -> str:
         """Return a table for a notebook."""
-        return text_table.html(self._table)
+        head = f"<p><b>{html.escape(self.summary)}</b></p>"
+        head += "".join([f"<p>{html.escape(each)}</p>" for each in self._first])
+        table = text_table.html(self._table._replace(notes=self._notes))
+        return head + re.sub(">wrong(?=[:<])", '><b style="color:#c62828">wrong</b>', table)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON; numbers that are not finite are None."""
@@ -127,20 +149,27 @@ class GradientReport:
             "precision": self.precision,
             "factor": self.factor,
             "kind": self.kind,
+            "incomplete": self.incomplete,
             "first": self.first.name if self.first else None,
             "rows": rows,
             "notes": list(self.notes),
         }
 
     @property
-    def _notes(self) -> list[str]:
+    def _first(self) -> list[str]:
+        """The first wrong tensor, and what kind of fault the numbers tell of."""
         lines = []
         if self.first:
-            lines.append(f"first: {self.first}")
+            lines.append(f"first: {self.first.short()}")
             gradient = next((each for each in self.failures if each.what == "gradient"), None)
             if self.first.what == "output" and gradient:
-                lines.append(f"gradients differ since an output does; the first of them: {gradient}")
+                lines.append(f"gradients differ since an output does; the first of them: {gradient.short()}")
         lines += [self.kind] if self.kind else []
+        return [printable(each) for each in lines]
+
+    @property
+    def _notes(self) -> list[str]:
+        lines = []
         if hidden := [each.name for each in self.rows if each.is_rounding]:
             lines.append(
                 f"rounding alone is as large as {shortened(hidden)}: only larger faults can be seen there"
@@ -151,18 +180,35 @@ class GradientReport:
 
     @property
     def _table(self) -> TextTable:
-        # rows that fail are in order, and then those that are nearest to failing
-        rest = [each for each in self.rows if each.is_compared and not each.fails]
-        rest.sort(key=lambda each: each.error / each.allowed if each.allowed else 0.0, reverse=True)
-        ordered = [*self.failures, *rest, *[each for each in self.rows if not each.is_compared]]
-        shown = ordered[:_MOST_ROWS]
-        more = f"and {len(ordered) - len(shown)} more" if len(ordered) > len(shown) else ""
-        header = ("tensor", "of", "error", "allowed", "cosine", "norm ratio", "")
-        # what is wrong with all of them, and with the first, is said below
-        first = self.first
-        texts = ["" if self.kind or each is first else printable(each.text) for each in shown]
+        # wrong rows in order, and those that agree nearest to the first; or the nearest to failing
+        wrong = self.failures
+        start = self.rows.index(wrong[0]) if wrong else 0
+        rest = [
+            x for x in (*reversed(self.rows[:start]), *self.rows[start:]) if x.is_compared and not x.fails
+        ]
+        if not wrong:
+            rest.sort(key=lambda each: each.error / each.allowed if each.allowed else 0.0, reverse=True)
+        shown = [*wrong[: _MOST_ROWS - min(_MOST_RIGHT, len(rest))], *rest]
+        shown = shown[: _MOST_ROWS if wrong else 2 * _MOST_RIGHT]
+        hidden = len(wrong) + len(rest) - len(shown)
+        failed = len(wrong) - sum(each.fails for each in shown)
+        counts = f": {failed} wrong, {hidden - failed} agree" if failed else ""
+        # rows that have no numbers are told of in the notes
+        more = f"and {hidden} more{counts}" if hidden else ""
+        header = ("tensor", "what", "error", "allowed", "cosine", "norm ratio", "")
+        # what is wrong with all of them, and with the first, is said above
+        said = {"", wrong[0].text} if wrong else {""}
+        texts = ["" if self.kind or each.text in said else printable(each.text) for each in shown]
         rows = [_cells(each, text) for each, text in zip(shown, texts, strict=True)]
-        return TextTable(self.summary, header, rows, more, (), self._notes)
+        return TextTable("", header, rows, more)
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' * (count != 1)}"
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _cells(row: GradientRow, text: str) -> tuple[str, ...]:
@@ -193,6 +239,7 @@ def judge(
     against: str,
     notes: Sequence[str] = (),
     rounded: StepRun | None = None,
+    is_smooth: bool = False,
 ) -> GradientReport:
     """Return how the outputs and gradients of a step compare with those of its reference.
 
@@ -212,23 +259,31 @@ def judge(
         rounded: the reference within `RoundedProducts`, which measures how far coarse rounding leads. It is
             used for a step that rounds as TF32 does while its reference does not. Without it the errors of
             the reference are scaled, which can't know about activations such as ReLU, whose gradient jumps.
+        is_smooth: whether the gradients are known not to jump, see `RoundedProducts.is_smooth`.
     """
     others = [run.grads if run else None for run in (exact, rounded)]
     tensors = Tensors(given.grads, reference.grads, *others)
-    grads = compare_tensors("gradient", tensors, factor, modules)
+    grads = compare_tensors("gradient", tensors, factor, modules, is_smooth=is_smooth)
     others = [run.outputs if run else None for run in (exact, rounded)]
     tensors = Tensors(given.outputs, reference.outputs, *others)
     # one output alone does not tell what rounding usually does
-    outputs = compare_tensors("output", tensors, factor, {}, least=grads.usual, coarse=grads.coarse)
+    outputs = compare_tensors("output", tensors, factor, {}, like=grads.limits)
     more = [note for run in (given, reference, exact) if run for note in run.notes]
-    if exact and grads.coarse and not any(row.fails for row in (*outputs.rows, *grads.rows)):
+    wrong = [row for row in (*outputs.rows, *grads.rows) if row.fails]
+    small = factor * unit_of(torch.float32)
+    if wrong and grads.limits.is_fine and not any(x.text or not x.error < small * x.norm for x in wrong):
+        more.append(
+            "the errors are as small as those of TF32, but not all gradients have them: they are rounding if "
+            "the step uses TF32 or 16 bits in its backward pass only"
+        )
+    if exact and grads.limits.is_coarse and not wrong:
         more.append(
             "all gradients are farther from float64 than those of the reference, as with TF32: judged by the "
             "errors of matrix products in 8 bits"
         )
     if exact is None:
         more.append(
-            f"compared with {against} only, without a float64 run: what rounding explains is assumed from "
+            f"compared with {against} alone, without a float64 run: what rounding explains is assumed from "
             "the dtypes, and faults that both have are not seen"
         )
     return GradientReport(

@@ -61,9 +61,20 @@ def run_step(
             order.pop(names[p], None)
             order[names[p]] = None
 
+    def with_read(optimizer: Optimizer, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            read([p for group in optimizer.param_groups for p in group["params"]])
+            return compiled(*args, **kwargs)
+
+        return step
+
     with ExitStack() as hooks:
         for optimizer in optimizers:
             hooks.callback(optimizer.register_step_pre_hook(before_update).remove)
+            own: Any = vars(optimizer).get("step")
+            # its hooks are compiled, too
+            if hasattr(own, "_torchdynamo_orig_callable"):
+                hooks.enter_context(patch.dict(vars(optimizer), step=with_read(optimizer, own)))
         for p in names if order is not None else ():
             if p.is_leaf and p.requires_grad:
                 hooks.callback(p.register_post_accumulate_grad_hook(completed).remove)

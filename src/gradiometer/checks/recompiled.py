@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 # functions of dropout, and the position and name of its probability
 _ATTENTION = functional.scaled_dot_product_attention
@@ -56,17 +57,22 @@ class WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def more_recompilations() -> AbstractContextManager[Any]:
+    """Return a context with a higher limit of recompilation, at which code runs eagerly without an error."""
+    config: Any = torch._dynamo.config  # noqa: SLF001
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    patched: AbstractContextManager[Any] = config.patch({name: 2 * getattr(config, name) for name in names})
+    return patched
+
+
 @contextmanager
 def recompiled(backend: Callable[..., Any], *, dropout: bool) -> Iterator[None]:
     """Compile all compiled functions again in a block: without dropout, or with eager's random numbers.
 
     ``backend``: the one that they are compiled with, which keeps its options.
     """
-    config: Any = torch._dynamo.config  # noqa: SLF001
-    # at the limit, code runs eagerly without an error
-    limits = {name: 2 * getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
     with (
-        config.patch(limits),
+        more_recompilations(),
         torch.compiler.set_stance("default", force_backend=_changed(backend, dropout)),
     ):
         yield

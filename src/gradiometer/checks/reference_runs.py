@@ -38,6 +38,7 @@ class References:
     Attributes:
         eager: in its own precision, with its gradients in the order of the backward pass.
         rounded: the same with coarse matrix products; None if it was not run.
+        is_smooth: whether its gradients are known not to jump, see `RoundedProducts`.
         exact: in float64; None if that is not possible.
         notes: why not.
         backends: those of the compiled code that ran eagerly.
@@ -49,6 +50,7 @@ class References:
 
     eager: StepRun
     rounded: StepRun | None = None
+    is_smooth: bool = False
     exact: StepRun | None = None
     notes: tuple[str, ...] = ()
     backends: tuple[Any, ...] = ()
@@ -86,6 +88,7 @@ class Runs:
     Attributes:
         names: the parameters, and their names.
         random: the random states at the end of the last run.
+        compiled_steps: the compiled steps of optimizers that the step can reach.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Runs:
         self.names = {p: name for name, p in zip(*named_parameters(model, "check_gradients"), strict=True)}
         self.random: Mapping[str, Any] = {}
         self._state = StepState(step, args, kwargs, model, others)
+        self.compiled_steps = self._state.compiled_steps
         self._args, self._kwargs, self._model, self._clears = args, kwargs, model, clears
 
     def quietly(self) -> AbstractContextManager[None]:
@@ -132,12 +136,18 @@ class Runs:
         return self._with_returned_gradients(found)
 
     def references(
-        self, step: Callable[..., Any], *, dropout: bool = True, is_other: bool = False
+        self,
+        step: Callable[..., Any],
+        *,
+        dropout: bool = True,
+        is_other: bool = False,
+        called: list[Optimizer] | None = None,
     ) -> References:
         """Run a step in eager mode: in its own precision, with coarse products, and in float64.
 
         ``is_other``: whether it is another one than that which is checked, so that it may have whole tensors
-        where the model has DTensors, and does not average over ranks.
+        where the model has DTensors, and does not average over ranks. ``called`` gets the optimizers that it
+        calls.
         """
 
         def more() -> list[AbstractContextManager[Any]]:
@@ -146,9 +156,10 @@ class Runs:
         order: dict[str, None] = {}
         backends: list[Any] = []
         with recording() as draws:
-            eager = self.run(step, eagerly(backends), *more(), order=order)
+            eager = self.run(step, eagerly(backends), *more(), order=order, called=called)
         random = self.random
-        rounded = self.run(step, eagerly(), RoundedProducts(), *more())
+        products = RoundedProducts()
+        rounded = self.run(step, eagerly(), products, *more())
         unrecorded, is_recorded = None, True
         if draws.drawn:
             # a kernel that draws inside, such as attention on a GPU, is exchanged to record its numbers
@@ -158,6 +169,7 @@ class Runs:
         return References(
             _in_order(eager, order),
             rounded,
+            products.is_smooth,
             exact,
             notes,
             tuple(backends),
@@ -174,7 +186,9 @@ class Runs:
             return None, ("no float64 run: parameters are DTensors",)
         try:
             with self._restored(contexts):
-                exact = float64_step(step, self._args, self._kwargs, self._model, draws)
+                exact = float64_step(
+                    step, self._args, self._kwargs, self._model, draws, self._state.all_optimizers
+                )
         except (Float64Error, ReplayError) as error:
             return None, (f"no float64 run: {error}",)
         if exact.narrow:

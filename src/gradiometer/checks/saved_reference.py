@@ -211,9 +211,7 @@ def judge_saved(
             rows[name], found[name], saved.grads[name], errors[name], limit.allowed[name] * slack
         )
     known = {name: x for name, x in (outputs or {}).items() if name in saved.outputs and not differing}
-    compared_outputs = compare_tensors(
-        "output", _outputs(known, saved), factor, {}, least=limit.usual, coarse=limit.is_coarse
-    )
+    compared_outputs = compare_tensors("output", _outputs(known, saved), factor, {}, like=limit)
     more = [f"distances are estimated from {saved.projections} projections, to {_percent(saved.projections)}"]
     if not saved.is_exact:
         more.append("the reference has no float64 run: what rounding explains is assumed from the dtypes")

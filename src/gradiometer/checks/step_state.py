@@ -34,6 +34,10 @@ class StepState:
     optimizers, schedulers, scalers and generators; tensors, containers, and the attributes of objects of the
     caller's own packages, in its arguments, closure and the globals that it names; variables that it assigns;
     and the global random states.
+
+    Attributes:
+        all_optimizers: all optimizers that there are.
+        compiled_steps: the compiled steps of optimizers that the step can reach.
     """
 
     def __init__(self, step: Any, args: Any, kwargs: Any, model: nn.Module, others: Any = ()) -> None:
@@ -45,11 +49,13 @@ class StepState:
         found: list[tuple[str, Any]] = []
         own = set(model.parameters())
         # also those that it has from an unknown place
-        optimizers = [x for x in _optimizers() if own.intersection(_parameters(x))]
+        self.all_optimizers = _optimizers()
+        optimizers = [x for x in self.all_optimizers if own.intersection(_parameters(x))]
         named = {"model": model, "optimizers": optimizers, "kwargs": kwargs, "hooks": hooks, "more": others}
         self.parts = find_parts(step, args, named, found)
         self.modules = _roots([x for x in self.parts.values() if isinstance(x, nn.Module)])
         self.optimizers = [x for x in self.parts.values() if isinstance(x, Optimizer)]
+        self.compiled_steps = _compiled_steps(self.optimizers, [x for _, x in found])
         inner = [x for root in self.modules for x in root.modules()]
         tensors = [x for root in self.modules for x in (*root.parameters(), *root.buffers())]
         owned = [p for x in self.optimizers for p in _parameters(x)]
@@ -88,6 +94,18 @@ class StepState:
             for module in self.modules:
                 stack.enter_context(kept_state(module))
             yield
+
+
+def _compiled_steps(optimizers: list[Optimizer], found: list[Any]) -> dict[Optimizer, Any]:
+    """Return ``torch.compile(optimizer.step)`` of those that have it as an attribute, or elsewhere."""
+    steps = {}
+    for each in found:
+        inner: Any = getattr(each, "_torchdynamo_orig_callable", None)
+        optimizer = getattr(inner, "__self__", None)
+        if isinstance(optimizer, Optimizer) and inner.__name__ == "step":
+            steps[optimizer] = each
+    own = {x: vars(x).get("step") for x in optimizers}
+    return steps | {x: step for x, step in own.items() if hasattr(step, "_torchdynamo_orig_callable")}
 
 
 def _optimizers() -> list[Optimizer]:

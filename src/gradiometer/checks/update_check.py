@@ -15,6 +15,7 @@ from gradiometer.checks.allowed_error import FACTOR
 from gradiometer.checks.compared_tensors import GradientRow, Tensors, compare_tensors
 from gradiometer.checks.gradient_report import GradientReport
 from gradiometer.checks.gradient_runs import eagerly
+from gradiometer.checks.recompiled import more_recompilations
 from gradiometer.inputs import is_dtensor, local_shard, named_parameters
 from gradiometer.stats import repeating
 from gradiometer.terminal import one_line
@@ -68,15 +69,11 @@ def compare_updates(
     >>> optimizer = torch.optim.Adam(model.parameters(), foreach=True)
     >>> grads = {name: torch.ones_like(p) for name, p in model.named_parameters()}
     >>> print(compare_updates(optimizer, grads, model).summary)
-    agrees with Adam(foreach=False, fused=False) by float64: 2 tensors
+    agrees with Adam(foreach=False, fused=False): 2 tensors, judged by float64
     """
-    while not isinstance(optimizer, Optimizer) or isinstance(
-        getattr(optimizer, "optimizer", None), Optimizer
-    ):
-        inner = getattr(optimizer, "optimizer", None)
-        if inner is None:
-            return _not_compared(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
-        optimizer = inner
+    optimizer = plain_optimizer(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        return not_compared(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
     found = named_parameters(model, "compare_updates")
     names = dict(zip(found.tensors, found.names, strict=True))
     for i, group in enumerate(optimizer.param_groups):
@@ -86,19 +83,15 @@ def compare_updates(
     text = ", ".join(f"{key}={value}" for key, value in options.items() if key != "capturable")
     against = f"{kind}({text})" if text else f"{kind} in eager mode"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # of an optimizer that calls compiled functions
-    backends: list[Any] = []
     try:
         with torch.no_grad(), repeating(parameters):
             given = _own(optimizer, grads, names, step) if step else _copied(optimizer, grads, names, {})
-            with eagerly(backends):
+            with eagerly():
                 reference = _copied(optimizer, grads, names, options)
     except _NotComparableError as error:
-        return _not_compared(str(error), against)
+        return not_compared(str(error), against)
     except Exception as error:  # noqa: BLE001 of an optimizer, which may be anything
-        return _not_compared(
-            f"{kind} can't run on a copy: {type(error).__name__}: {one_line(error)}", against
-        )
+        return not_compared(f"{kind} can't run on a copy: {type(error).__name__}: {one_line(error)}", against)
     notes: list[str] = []
     exact = None
     try:
@@ -106,10 +99,6 @@ def compare_updates(
             exact = _copied(optimizer, grads, names, options, torch.float64)
     except Exception as error:  # noqa: BLE001 as above
         notes.append(f"{kind} can't run in float64: {type(error).__name__}: {one_line(error)}")
-    if not (step or backends) and all(
-        group.get(k, v) in {v, None} for group in optimizer.param_groups for k, v in options.items()
-    ):
-        notes.append(f"{kind} already is in its plain implementation: only its rounding was checked")
     sizes = {names[p]: p for p in parameters}
     floors = {name: _rounding(p) for name, p in sizes.items()}
     compared = compare_tensors(
@@ -120,7 +109,16 @@ def compare_updates(
     )
 
 
-def _not_compared(reason: str, against: str = "its plain implementation") -> GradientReport:
+def plain_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer that does the updates, of what wraps one as its attribute ``optimizer``."""
+    inner = getattr(optimizer, "optimizer", None)
+    if inner is None or (isinstance(optimizer, Optimizer) and not isinstance(inner, Optimizer)):
+        return optimizer
+    return plain_optimizer(inner)
+
+
+def not_compared(reason: str, against: str = "its plain implementation") -> GradientReport:
+    """Return the report on an update that can't be compared, for a reason."""
     row = GradientRow("optimizer", "update", text=reason)
     return GradientReport((row,), against, precision="")
 
@@ -182,7 +180,8 @@ def _own(
         for p in parameters:
             grad = grads.get(names[p])
             p.grad = None if grad is None else grad.detach().to(p.dtype, copy=True)
-        _call(step)
+        with more_recompilations() if hasattr(step, "_torchdynamo_orig_callable") else nullcontext():
+            _call(step)
         return {names[p]: _change(p, old) for p, old, _ in before if p.grad is not None}
     finally:
         vars(optimizer).update(hooks)
