@@ -21,5 +21,5 @@ def test_the_page_prints_what_it_says(capsys, monkeypatch, tmp_path, page):
 
 
 def _without_rounding(text):
-    lines = re.sub(r"\d(\.\d+)?e-\d+|0\.\d+", "#", text).splitlines()
-    return sorted([re.sub(r"\s+", " ", line) for line in lines])
+    text = re.sub(r"─+", "─", re.sub(r"\d(\.\d+)?e-\d+|0\.\d+", "#", text))
+    return sorted([re.sub(r"\s+", " ", line) for line in text.splitlines()])
