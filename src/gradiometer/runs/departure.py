@@ -23,10 +23,17 @@ that takes another branch. u is the smallest of 2**-24 (float32), 2**-11 (TF32, 
 that explains the distances of a quarter of the gradients in the first steps. Without projections of weights,
 W is the median distance of gradients; a fault is then found only if it changes less than half of them.
 
+Rounding has no preferred direction, so next to nothing of its differences is parallel to the gradient. A
+wrong factor, as of a loss that is not averaged, is nothing else, and often in all gradients. W and u are
+therefore found from the distances to the nearest multiple, so that a factor in all gradients is found as one
+in a single gradient is. A departure of which at most a tenth is not parallel is a factor; it lasts as long as
+at most half is not, even where the limit has grown with the weights.
+
 An optimizer's updates, which are differences of projected weights, are compared in the same way: with the
-distances of gradients in place of W, and not below the rounding of the weights. The limit of the first update
-has twice the fourth root in place of the square root, since the gradients of a tensor's elements may differ
-by orders of magnitude.
+distances of gradients in place of W, and not below the rounding of the weights. The gradients of a tensor's
+elements may differ by orders of magnitude, and some are 0 but for rounding, as those of a bias of keys in
+attention; Adam makes updates of these, too. Only history tells which tensors have such elements, so the limit
+of the first 10 updates has twice the fourth root in place of the square root.
 """
 
 from __future__ import annotations
@@ -50,6 +57,11 @@ _LASTING: Final = 3
 _OF_HISTORY: Final = 3.0
 _OF_ROOT: Final = 2.4
 _OF_TERMS: Final = 16.0
+# the share of a factor's distance that is not parallel to the gradient, in its first step and in later ones
+_ACROSS: Final = 0.1
+_ACROSS_LATER: Final = 0.5
+# the relative deviation of factors that are the same
+_SHARED: Final = 0.01
 # unit roundoffs, and the largest distance of most gradients that each explains
 ROUNDOFFS: Final = {
     "float32": (2.0**-24, 2e-5),
@@ -63,6 +75,8 @@ class Measured(NamedTuple):
 
     Attributes:
         grads: ``(S, T)``, NaN where there is none.
+        across: distances of gradients from the nearest multiple of each other, ``(S, T)``.
+        factors: of which multiple of the first run's gradients those of the second are nearest, ``(S, T)``.
         size: norms of gradients, relative to what is usual for their numbers of elements, ``(S, T)``.
         total: of all weights together, ``(S,)``; None if they are not projected.
         updates: of the updates since the compared step before, ``(S, T)``; None likewise.
@@ -73,6 +87,8 @@ class Measured(NamedTuple):
     """
 
     grads: Tensor
+    across: Tensor
+    factors: Tensor
     size: Tensor
     total: Tensor | None
     updates: Tensor | None
@@ -96,6 +112,8 @@ class Departure:
         ratio: ``distance / explained``.
         lasts: whether a distance is beyond its limit in each of the next two compared steps, too; None if
             there are fewer.
+        factor: of which multiple of the first run's gradient the second run's is; None if it is not nearly
+            one of it.
     """
 
     step: int
@@ -105,6 +123,7 @@ class Departure:
     explained: float
     ratio: float
     lasts: bool | None
+    factor: float | None = None
 
 
 class Found(NamedTuple):
@@ -123,13 +142,16 @@ class Found(NamedTuple):
 
 def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Found:
     """Return the limits, and the first step and tensor beyond them: one that lasts, if there is one."""
-    grads, margin = measured.grads, 1 + 2 * measured.deviation
-    rounding, roundoff = _roundoff(grads, measured.roundoff)
-    inherited = grads.nanmedian(dim=1).values if measured.total is None else measured.total
+    grads, across, margin = measured.grads, measured.across, 1 + 2 * measured.deviation
+    rounding, roundoff = _roundoff(across, measured.roundoff)
+    inherited = across.nanmedian(dim=1).values if measured.total is None else measured.total
     inherited = inherited.nan_to_num(nan=0.0).clamp(min=roundoff)[:, None]
     # of a gradient that is 0 but for rounding, the terms of its sums round
     small = _OF_TERMS * roundoff / measured.size.nan_to_num(nan=1.0)
     of_grads = _beyond(grads, inherited, margin * torch.maximum(_OF_ROOT * inherited.sqrt(), small), margin)
+    is_factor = (across < _ACROSS * grads) & of_grads[0][0]
+    for later in range(1, len(of_grads[0])):
+        of_grads[0][later] |= is_factor[:-later] & (across < _ACROSS_LATER * grads)[later:]
     found = {"grads": of_grads}
     if measured.updates is not None and measured.update_size is not None:
         own = grads.nan_to_num(nan=0.0).clamp(min=roundoff)
@@ -139,11 +161,10 @@ def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Foun
         drive = _recent(torch.where(measured.consecutive[:, None], before, torch.maximum(own, before)))
         # an update of 0 has no direction
         rounded = 4 * measured.roundoff / measured.update_size.nan_to_num(nan=0.0)
-        # of the first update, what is usual is not known
-        power = torch.full((len(grads), 1), 0.5, dtype=drive.dtype, device="cpu")
-        power[:2] = 0.25
-        root = _OF_ROOT * margin * drive**power + rounded
-        root[:2] *= 2
+        root = _OF_ROOT * margin * drive.sqrt() + rounded
+        # of the first updates, what is usual is not known
+        first = slice(_HISTORY + 1)
+        root[first] = 2 * _OF_ROOT * margin * drive[first] ** 0.25 + rounded[first]
         # of one step, updates come before the gradients
         found = {"updates": _beyond(measured.updates, drive, root, margin), **found}
     limits = of_grads[2]
@@ -155,10 +176,24 @@ def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Foun
     of_kind = grads if kind == "grads" or measured.updates is None else measured.updates
     distance = float(of_kind[row, column])
     explained = max(float(usual[row, column]), roundoff) if row else float(limit[row, column])
-    name = KINDS[kind].label(names[column])
-    return Found(
-        rounding, limits, Departure(steps[row], name, kind, distance, explained, distance / explained, lasts)
+    factor: float | None = None
+    if kind == "grads":
+        factor = float(measured.factors[row, column])
+        # of a tensor of few elements only others tell
+        shared = float(measured.factors[row][is_factor[row]].nanmedian())
+        if not is_factor[row, column] and not abs(factor / shared - 1) < _SHARED:
+            factor = None
+    departure = Departure(
+        step=steps[row],
+        name=KINDS[kind].label(names[column]),
+        kind=kind,
+        distance=distance,
+        explained=explained,
+        ratio=distance / explained,
+        lasts=lasts,
+        factor=factor,
     )
+    return Found(rounding, limits, departure)
 
 
 def _beyond(x: Tensor, inherited: Tensor, root: Tensor, margin: float) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -208,10 +243,10 @@ def _recent(x: Tensor) -> Tensor:
     return found
 
 
-def _roundoff(grads: Tensor, least: float) -> tuple[str, float]:
+def _roundoff(across: Tensor, least: float) -> tuple[str, float]:
     """Return the rounding that explains the distances in the first compared steps, and its unit roundoff."""
     # of a quarter of the gradients, so that a fault in the others is not taken for rounding
-    level = torch.nanquantile(grads[:_LASTING], 0.25, dim=1)
+    level = torch.nanquantile(across[:_LASTING], 0.25, dim=1)
     level = level[~level.isnan()]
     lowest = float(level.min()) if len(level) else 0.0
     fits = {
