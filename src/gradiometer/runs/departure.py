@@ -2,8 +2,10 @@
 
 Two runs that differ only by rounding, as by another kernel, layout or order of summation, drift apart: a
 difference of weights makes one of gradients, and that one of the next weights. All distances here are
-relative: ``norm(a - b) / max(norm(a), norm(b))``. In a step, let W be the distance of all weights together.
-It is what the step has inherited, whatever happened before. Three laws bound the distance of a gradient:
+relative: ``norm(a - b) / max(norm(a), norm(b))``. In a step, let W be the distance of all weights together,
+or the median distance of gradients if that is less: weights without effect, as a bias in front of a
+normalization, may drift far apart. It is what the step has inherited, whatever happened before. Three laws
+bound the distance of a gradient:
 
 - It is about L * max(u, W), where u is the unit roundoff of the computation and L the sensitivity of that
   gradient. L changes little from step to step, so the last 10 compared steps tell it: this step explains
@@ -21,7 +23,7 @@ deviation of estimates, 1.7 for 16 projections. A distance leaves what rounding 
 limit in a step, and one is in each of the next two compared steps; if it does not last, it may be an element
 that takes another branch. u is the smallest of 2**-24 (float32), 2**-11 (TF32, float16) and 2**-8 (bfloat16)
 that explains the distances of a quarter of the gradients in the first steps. Without projections of weights,
-W is the median distance of gradients; a fault is then found only if it changes less than half of them.
+nothing tells a fault in half of the gradients, other than a factor, from what a step has inherited.
 
 Rounding has no preferred direction, so next to nothing of its differences is parallel to the gradient. A
 wrong factor, as of a loss that is not averaged, is nothing else, and often in all gradients. W and u are
@@ -144,7 +146,9 @@ def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Foun
     """Return the limits, and the first step and tensor beyond them: one that lasts, if there is one."""
     grads, across, margin = measured.grads, measured.across, 1 + 2 * measured.deviation
     rounding, roundoff = _roundoff(across, measured.roundoff)
-    inherited = across.nanmedian(dim=1).values if measured.total is None else measured.total
+    inherited = across.nanmedian(dim=1).values
+    if measured.total is not None:
+        inherited = torch.fmin(inherited, measured.total)
     inherited = inherited.nan_to_num(nan=0.0).clamp(min=roundoff)[:, None]
     # of a gradient that is 0 but for rounding, the terms of its sums round
     small = _OF_TERMS * roundoff / measured.size.nan_to_num(nan=1.0)
