@@ -11,7 +11,6 @@ pytest.importorskip("pyarrow")
 
 from kernels_bench.monitoring import run_pairs
 
-
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
