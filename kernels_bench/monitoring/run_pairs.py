@@ -225,7 +225,7 @@ def main(argv=None):
     options = scripts.parser("kernels_bench.monitoring.run_pairs", __doc__)
     options.add_argument("--seeds", type=int, nargs="+", default=[3, 4])
     options.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    options.add_argument("--steps", type=int, default=150, help="of a healthy run, at least 60")
+    options.add_argument("--steps", type=int, default=60, help="of a healthy run, at least 60")
     options.add_argument("--roundings", nargs="+", choices=ROUNDINGS, default=ROUNDINGS)
     options = options.parse_args(argv)
     torch.set_num_threads(1)

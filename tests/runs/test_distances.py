@@ -76,7 +76,7 @@ def test_a_fault_in_the_first_step_is_beyond_the_rounding_of_a_format():
     found = departure(made)
     assert (found.step, found.name, found.lasts) == (0, "layers.2.grad", True)
     # sqrt(2**-24), with the margins
-    assert found.explained == pytest.approx(2.4 * 2.0**-12 * (1 + 2 * math.sqrt(1 / 8)))
+    assert found.explained == pytest.approx(3 * 2.0**-12 * (1 + 2 * math.sqrt(1 / 8)))
 
 
 def test_an_update_that_is_wrong_is_named():

@@ -12,18 +12,22 @@ bound the distance of a gradient:
   ``H = max over them of d * max(1, W / W then)``.
 - Where a function is not smooth (ReLU, max pooling, routing to experts), a share of about max(u, W) of its
   elements takes another branch. Each of these changes its share of the gradient entirely, so the distance is
-  about ``sqrt(max(u, W))``, in steps where an element does. Elements whose gradient is near 0 do the same to
-  the updates of Adam, which depend on the sign.
+  about ``sqrt(max(u, W))``, in steps where an element does; up to three times that where the shares of a few
+  layers add up, and where few elements make most of a gradient. Elements whose gradient is near 0 do the same
+  to the updates of Adam, which depend on the sign.
 - A gradient that is much smaller than others of its size, such as that of a bias in front of a normalization,
   is 0 but for rounding: the terms of its sums cancel. If its norm is r times what is usual for its number of
   elements, its distance is up to ``16 u / r``.
 
-The limit of a distance is ``max(3 H, 2.4 sqrt(max(u, W)), 16 u / r)``, times ``1 + 2 sqrt(2 / k)`` for the
+The limit of a distance is ``max(3 H, 3 sqrt(max(u, W)), 16 u / r)``, times ``1 + 2 sqrt(2 / k)`` for the
 deviation of estimates, 1.7 for 16 projections. A distance leaves what rounding explains if it is beyond the
 limit in a step, and one is in each of the next two compared steps; if it does not last, it may be an element
-that takes another branch. u is the smallest of 2**-24 (float32), 2**-11 (TF32, float16) and 2**-8 (bfloat16)
-that explains the distances of a quarter of the gradients in the first steps. Without projections of weights,
-nothing tells a fault in half of the gradients, other than a factor, from what a step has inherited.
+that takes another branch. In the second to the 11th compared step, the root has a factor of 1.5: little
+history tells which gradients have such elements, and all of them may begin to differ at once.
+
+u is the smallest of 2**-24 (float32), 2**-11 (TF32, float16) and 2**-8 (bfloat16) that explains the distances
+of a quarter of the gradients in the first steps. Without projections of weights, nothing tells a fault in half
+of the gradients, other than a factor, from what a step has inherited.
 
 Rounding has no preferred direction, so next to nothing of its differences is parallel to the gradient. A
 wrong factor, as of a loss that is not averaged, is nothing else, and often in all gradients. W and u are
@@ -57,8 +61,10 @@ _HISTORY: Final = 10
 _LASTING: Final = 3
 # factors of the three laws
 _OF_HISTORY: Final = 3.0
-_OF_ROOT: Final = 2.4
+_OF_ROOT: Final = 3.0
 _OF_TERMS: Final = 16.0
+# of the second law, while there is little history
+_EARLY: Final = 1.5
 # the share of a factor's distance that is not parallel to the gradient, in its first step and in later ones
 _ACROSS: Final = 0.1
 _ACROSS_LATER: Final = 0.5
@@ -152,7 +158,10 @@ def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Foun
     inherited = inherited.nan_to_num(nan=0.0).clamp(min=roundoff)[:, None]
     # of a gradient that is 0 but for rounding, the terms of its sums round
     small = _OF_TERMS * roundoff / measured.size.nan_to_num(nan=1.0)
-    of_grads = _beyond(grads, inherited, margin * torch.maximum(_OF_ROOT * inherited.sqrt(), small), margin)
+    root = _OF_ROOT * inherited.sqrt()
+    # which tensors have such elements is not known yet
+    root[1 : _HISTORY + 1] *= _EARLY
+    of_grads = _beyond(grads, inherited, margin * torch.maximum(root, small), margin)
     is_factor = (across < _ACROSS * grads) & of_grads[0][0]
     for later in range(1, len(of_grads[0])):
         of_grads[0][later] |= is_factor[:-later] & (across < _ACROSS_LATER * grads)[later:]
