@@ -26,8 +26,8 @@ that takes another branch. In the second to the 11th compared step, the root has
 history tells which gradients have such elements, and all of them may begin to differ at once.
 
 u is the smallest of 2**-24 (float32), 2**-11 (TF32, float16) and 2**-8 (bfloat16) that explains the distances
-of a quarter of the gradients in the first steps. Without projections of weights, nothing tells a fault in half
-of the gradients, other than a factor, from what a step has inherited.
+of a quarter of the gradients in the first steps. Without projections of weights, nothing tells a fault in
+half of the gradients, other than a factor, from what a step has inherited.
 
 Rounding has no preferred direction, so next to nothing of its differences is parallel to the gradient. A
 wrong factor, as of a loss that is not averaged, is nothing else, and often in all gradients. W and u are
