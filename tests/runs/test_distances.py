@@ -142,6 +142,26 @@ def test_a_factor_lasts_while_the_limit_grows_with_the_weights():
     assert departure(made._replace(across=across, updates=None)).lasts is False
 
 
+@pytest.mark.parametrize(("times", "step"), [(1.4, None), (1.6, 1)])
+def test_all_gradients_may_begin_to_differ_at_once_in_the_second_step(times, step):
+    total = torch.full((STEPS,), 1e-9, dtype=torch.float64)
+    grads = torch.full(
+        (STEPS, TENSORS), times * 3 * 2.0**-12 * (1 + 2 * math.sqrt(1 / 8)), dtype=torch.float64
+    )
+    grads[0] = 1e-7
+    found = departure(measured(grads, total)._replace(updates=None))
+    assert (found and found.step) == step
+
+
+def test_weights_without_effect_do_not_hide_a_fault():
+    # as a bias in front of a normalization, whose gradient is 0 but for rounding
+    made = measured()
+    total = torch.full((STEPS,), 0.1, dtype=torch.float64)
+    made.grads[20:, 2] = 0.1
+    found = departure(made._replace(total=total, across=made.grads))
+    assert (found.step, found.name, found.lasts) == (20, "layers.3.grad", True)
+
+
 def test_first_updates_of_elements_whose_gradient_is_0_but_for_rounding():
     made = measured()
     # equal until step 1 by chance, as of a bias of keys
