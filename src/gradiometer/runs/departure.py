@@ -2,31 +2,44 @@
 
 Two runs that differ only by rounding, as by another kernel, layout or order of summation, drift apart: a
 difference of weights makes one of gradients, and that one of the next weights. All distances here are
-relative: ``norm(a - b) / max(norm(a), norm(b))``. In a step, let W be the distance of all weights together.
-It is what the step has inherited, whatever happened before. Three laws bound the distance of a gradient:
+relative: ``norm(a - b) / max(norm(a), norm(b))``. In a step, let W be the distance of all weights together,
+or the median distance of gradients if that is less: weights without effect, as a bias in front of a
+normalization, may drift far apart. It is what the step has inherited, whatever happened before. Three laws
+bound the distance of a gradient:
 
 - It is about L * max(u, W), where u is the unit roundoff of the computation and L the sensitivity of that
   gradient. L changes little from step to step, so the last 10 compared steps tell it: this step explains
   ``H = max over them of d * max(1, W / W then)``.
 - Where a function is not smooth (ReLU, max pooling, routing to experts), a share of about max(u, W) of its
   elements takes another branch. Each of these changes its share of the gradient entirely, so the distance is
-  about ``sqrt(max(u, W))``, in steps where an element does. Elements whose gradient is near 0 do the same to
-  the updates of Adam, which depend on the sign.
+  about ``sqrt(max(u, W))``, in steps where an element does; up to three times that where the shares of a few
+  layers add up, and where few elements make most of a gradient. Elements whose gradient is near 0 do the same
+  to the updates of Adam, which depend on the sign.
 - A gradient that is much smaller than others of its size, such as that of a bias in front of a normalization,
   is 0 but for rounding: the terms of its sums cancel. If its norm is r times what is usual for its number of
   elements, its distance is up to ``16 u / r``.
 
-The limit of a distance is ``max(3 H, 2.4 sqrt(max(u, W)), 16 u / r)``, times ``1 + 2 sqrt(2 / k)`` for the
+The limit of a distance is ``max(3 H, 3 sqrt(max(u, W)), 16 u / r)``, times ``1 + 2 sqrt(2 / k)`` for the
 deviation of estimates, 1.7 for 16 projections. A distance leaves what rounding explains if it is beyond the
 limit in a step, and one is in each of the next two compared steps; if it does not last, it may be an element
-that takes another branch. u is the smallest of 2**-24 (float32), 2**-11 (TF32, float16) and 2**-8 (bfloat16)
-that explains the distances of a quarter of the gradients in the first steps. Without projections of weights,
-W is the median distance of gradients; a fault is then found only if it changes less than half of them.
+that takes another branch. In the second to the 11th compared step, the root has a factor of 1.5: little
+history tells which gradients have such elements, and all of them may begin to differ at once.
+
+u is the smallest of 2**-24 (float32), 2**-11 (TF32, float16) and 2**-8 (bfloat16) that explains the distances
+of a quarter of the gradients in the first steps. Without projections of weights, nothing tells a fault in
+half of the gradients, other than a factor, from what a step has inherited.
+
+Rounding has no preferred direction, so next to nothing of its differences is parallel to the gradient. A
+wrong factor, as of a loss that is not averaged, is nothing else, and often in all gradients. W and u are
+therefore found from the distances to the nearest multiple, so that a factor in all gradients is found as one
+in a single gradient is. A departure of which at most a tenth is not parallel is a factor; it lasts as long as
+at most half is not, even where the limit has grown with the weights.
 
 An optimizer's updates, which are differences of projected weights, are compared in the same way: with the
-distances of gradients in place of W, and not below the rounding of the weights. The limit of the first update
-has twice the fourth root in place of the square root, since the gradients of a tensor's elements may differ
-by orders of magnitude.
+distances of gradients in place of W, and not below the rounding of the weights. The gradients of a tensor's
+elements may differ by orders of magnitude, and some are 0 but for rounding, as those of a bias of keys in
+attention; Adam makes updates of these, too. Only history tells which tensors have such elements, so the limit
+of the first 10 updates has twice the fourth root in place of the square root.
 """
 
 from __future__ import annotations
@@ -48,8 +61,15 @@ _HISTORY: Final = 10
 _LASTING: Final = 3
 # factors of the three laws
 _OF_HISTORY: Final = 3.0
-_OF_ROOT: Final = 2.4
+_OF_ROOT: Final = 3.0
 _OF_TERMS: Final = 16.0
+# of the second law, while there is little history
+_EARLY: Final = 1.5
+# the share of a factor's distance that is not parallel to the gradient, in its first step and in later ones
+_ACROSS: Final = 0.1
+_ACROSS_LATER: Final = 0.5
+# the relative deviation of factors that are the same
+_SHARED: Final = 0.01
 # unit roundoffs, and the largest distance of most gradients that each explains
 ROUNDOFFS: Final = {
     "float32": (2.0**-24, 2e-5),
@@ -63,6 +83,8 @@ class Measured(NamedTuple):
 
     Attributes:
         grads: ``(S, T)``, NaN where there is none.
+        across: distances of gradients from the nearest multiple of each other, ``(S, T)``.
+        factors: of which multiple of the first run's gradients those of the second are nearest, ``(S, T)``.
         size: norms of gradients, relative to what is usual for their numbers of elements, ``(S, T)``.
         total: of all weights together, ``(S,)``; None if they are not projected.
         updates: of the updates since the compared step before, ``(S, T)``; None likewise.
@@ -73,6 +95,8 @@ class Measured(NamedTuple):
     """
 
     grads: Tensor
+    across: Tensor
+    factors: Tensor
     size: Tensor
     total: Tensor | None
     updates: Tensor | None
@@ -96,6 +120,8 @@ class Departure:
         ratio: ``distance / explained``.
         lasts: whether a distance is beyond its limit in each of the next two compared steps, too; None if
             there are fewer.
+        factor: of which multiple of the first run's gradient the second run's is; None if it is not nearly
+            one of it.
     """
 
     step: int
@@ -105,6 +131,7 @@ class Departure:
     explained: float
     ratio: float
     lasts: bool | None
+    factor: float | None = None
 
 
 class Found(NamedTuple):
@@ -123,13 +150,21 @@ class Found(NamedTuple):
 
 def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Found:
     """Return the limits, and the first step and tensor beyond them: one that lasts, if there is one."""
-    grads, margin = measured.grads, 1 + 2 * measured.deviation
-    rounding, roundoff = _roundoff(grads, measured.roundoff)
-    inherited = grads.nanmedian(dim=1).values if measured.total is None else measured.total
+    grads, across, margin = measured.grads, measured.across, 1 + 2 * measured.deviation
+    rounding, roundoff = _roundoff(across, measured.roundoff)
+    inherited = across.nanmedian(dim=1).values
+    if measured.total is not None:
+        inherited = torch.fmin(inherited, measured.total)
     inherited = inherited.nan_to_num(nan=0.0).clamp(min=roundoff)[:, None]
     # of a gradient that is 0 but for rounding, the terms of its sums round
     small = _OF_TERMS * roundoff / measured.size.nan_to_num(nan=1.0)
-    of_grads = _beyond(grads, inherited, margin * torch.maximum(_OF_ROOT * inherited.sqrt(), small), margin)
+    root = _OF_ROOT * inherited.sqrt()
+    # which tensors have such elements is not known yet
+    root[1 : _HISTORY + 1] *= _EARLY
+    of_grads = _beyond(grads, inherited, margin * torch.maximum(root, small), margin)
+    is_factor = (across < _ACROSS * grads) & of_grads[0][0]
+    for later in range(1, len(of_grads[0])):
+        of_grads[0][later] |= is_factor[:-later] & (across < _ACROSS_LATER * grads)[later:]
     found = {"grads": of_grads}
     if measured.updates is not None and measured.update_size is not None:
         own = grads.nan_to_num(nan=0.0).clamp(min=roundoff)
@@ -139,11 +174,10 @@ def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Foun
         drive = _recent(torch.where(measured.consecutive[:, None], before, torch.maximum(own, before)))
         # an update of 0 has no direction
         rounded = 4 * measured.roundoff / measured.update_size.nan_to_num(nan=0.0)
-        # of the first update, what is usual is not known
-        power = torch.full((len(grads), 1), 0.5, dtype=drive.dtype, device="cpu")
-        power[:2] = 0.25
-        root = _OF_ROOT * margin * drive**power + rounded
-        root[:2] *= 2
+        root = _OF_ROOT * margin * drive.sqrt() + rounded
+        # of the first updates, what is usual is not known
+        first = slice(_HISTORY + 1)
+        root[first] = 2 * _OF_ROOT * margin * drive[first] ** 0.25 + rounded[first]
         # of one step, updates come before the gradients
         found = {"updates": _beyond(measured.updates, drive, root, margin), **found}
     limits = of_grads[2]
@@ -155,10 +189,24 @@ def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Foun
     of_kind = grads if kind == "grads" or measured.updates is None else measured.updates
     distance = float(of_kind[row, column])
     explained = max(float(usual[row, column]), roundoff) if row else float(limit[row, column])
-    name = KINDS[kind].label(names[column])
-    return Found(
-        rounding, limits, Departure(steps[row], name, kind, distance, explained, distance / explained, lasts)
+    factor: float | None = None
+    if kind == "grads":
+        factor = float(measured.factors[row, column])
+        # of a tensor of few elements only others tell
+        shared = float(measured.factors[row][is_factor[row]].nanmedian())
+        if not is_factor[row, column] and not abs(factor / shared - 1) < _SHARED:
+            factor = None
+    departure = Departure(
+        step=steps[row],
+        name=KINDS[kind].label(names[column]),
+        kind=kind,
+        distance=distance,
+        explained=explained,
+        ratio=distance / explained,
+        lasts=lasts,
+        factor=factor,
     )
+    return Found(rounding, limits, departure)
 
 
 def _beyond(x: Tensor, inherited: Tensor, root: Tensor, margin: float) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -208,10 +256,10 @@ def _recent(x: Tensor) -> Tensor:
     return found
 
 
-def _roundoff(grads: Tensor, least: float) -> tuple[str, float]:
+def _roundoff(across: Tensor, least: float) -> tuple[str, float]:
     """Return the rounding that explains the distances in the first compared steps, and its unit roundoff."""
     # of a quarter of the gradients, so that a fault in the others is not taken for rounding
-    level = torch.nanquantile(grads[:_LASTING], 0.25, dim=1)
+    level = torch.nanquantile(across[:_LASTING], 0.25, dim=1)
     level = level[~level.isnan()]
     lowest = float(level.min()) if len(level) else 0.0
     fits = {

@@ -12,7 +12,8 @@ from gradiometer.columns import FIRST_PROJECTION, sqrt
 from gradiometer.recorder import KINDS
 from gradiometer.runs.arrow import codes, numbers, put
 from gradiometer.runs.departure import Departure, Measured, find
-from gradiometer.stats import INK, new_axes, number
+from gradiometer.runs.verdict import UNRELATED, verdict
+from gradiometer.stats import INK, new_axes
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
@@ -33,9 +34,8 @@ _GRADS, _WEIGHTS = PROJECTED
 _SCHEMA: Final = KINDS[_GRADS].schema.name
 # numbers of a table that are in memory at once
 _CELLS: Final = 1 << 22
-_UNRELATED: Final = 0.5
-# a limit that hides a gradient of twice the size
-_BLIND: Final = 0.5
+# elements of a tensor that is nearly a multiple of any other
+_FEW: Final = 8
 
 
 @dataclass(frozen=True)
@@ -99,51 +99,12 @@ class Distances:
     def unrelated(self) -> bool:
         """Whether most gradients have little in common in the first compared step."""
         cosine = float(self.cosines[0].nanmedian())
-        return bool(self.grads[0].nanmedian() > _UNRELATED and cosine < _UNRELATED)
+        return bool(self.grads[0].nanmedian() > UNRELATED and abs(cosine) < UNRELATED)
 
     @property
     def verdict(self) -> str:
         """How far the runs are apart, in one line."""
-        first, last = self.steps[0], self.steps[-1]
-        typical, one = self.grads.nanmedian(dim=1).values, self.departure
-        if self.unrelated:
-            cosine = float(self.cosines[0].nanmedian())
-            start = 0.0 if self.total is None else float(self.total[0])
-            text = f"different from the first compared step, {first:,}, on: the cosine of most gradients is "
-            text += f"{cosine:.2f}"
-            if self.total is None:
-                return text
-            if start > _UNRELATED:
-                return f"{text}, and the weights are {number(start, 2)} apart"
-            text += f", though the weights are only {number(start, 2)} apart"
-            return text + ": the batches, the random numbers or the loss differ"
-        if one is not None and one.lasts:
-            if one.step == first:
-                text = (
-                    f"not the same up to rounding from the first compared step, {first:,}, on: `{one.name}` "
-                )
-                text += f"is {number(one.distance, 2)} apart, where {self.rounding} explains "
-                return text + number(one.explained, 2)
-            text = f"the same up to rounding until step {one.step:,}; then `{one.name}` leaves it, "
-            return f"{text}{number(one.ratio, 2)} times what the steps before explain"
-        if not self.grads.nan_to_num(nan=0.0).any():
-            return f"no distance in {_steps(self.steps)}: projections are equal"
-        text = f"the same up to rounding in {_steps(self.steps)}, as in {self.rounding}: "
-        text += f"most gradients are {number(float(typical[0]), 2)} apart in step {first:,}"
-        if last != first:
-            text += f", {number(float(typical[-1]), 2)} in step {last:,}"
-        if one is not None:
-            few = f"`{one.name}` is {number(one.distance, 2)} apart in step {one.step:,}, "
-            few += f"{number(one.ratio, 2)} times what is explained before it, and "
-            few += "too few steps follow to tell" if one.lasts is None else "this does not last"
-            text += f"; {few}: a fault, or an activation near 0 that changed sign"
-        # a fault that is smaller is not seen
-        blind = (self.limits.nanmedian(dim=1).values > _BLIND).nonzero()
-        if len(blind):
-            text += (
-                f"; from step {self.steps[int(blind[0])]:,} on, too far apart to tell a fault from rounding"
-            )
-        return text
+        return verdict(self)
 
     def drawn(self, most: int = 12) -> list[int]:
         """Return the columns of the tensors to draw: the one of the departure first, then the worst."""
@@ -243,40 +204,29 @@ def distances_of(a: Run, b: Run, ignore: re.Pattern[str] | None = None) -> Dista
     if not names or not steps:
         return None
     has_weights = all(_WEIGHTS in run.catalog.kinds for run in (a, b))
-    sums = _Sums(names, has_weights=has_weights)
+    sums = Sums(names, has_weights=has_weights)
     size = max(1, _CELLS // (len(names) * (FIRST_PROJECTION + k)))
     for start in range(0, len(steps), size):
         block = steps[start : start + size]
         for kind in (_GRADS, _WEIGHTS)[: 1 + has_weights]:
             sums.add(kind, *[_columns(run, kind, block, names, k) for run in (a, b)])
-    measured = sums.measured(steps, k, _roundoff(a.catalog, b.catalog))
-    found = find(measured, steps, names)
-    return Distances(
-        steps=tuple(steps),
-        names=names,
-        projections=k,
-        grads=measured.grads,
-        cosines=sums.joined("cosines"),
-        weights=sums.joined("weights") if has_weights else None,
-        total=measured.total,
-        rounding=found.rounding,
-        limits=found.limits,
-        departure=found.departure,
-    )
+    return sums.found(steps, _roundoff(a.catalog, b.catalog))
 
 
-class _Sums:
-    """Distances block by block."""
+class Sums:
+    """Distances block by block, of parameters from the model's last to its first."""
 
     def __init__(self, names: Sequence[str], *, has_weights: bool) -> None:
         self._parts: dict[str, list[Tensor]] = {}
-        self._has_weights = has_weights
+        self._names, self._has_weights = tuple(names), has_weights
+        self._projections = 0
         # projected weights of the last step in each run
         self._last = [torch.full((1, len(names), 1), math.nan, dtype=torch.float64, device="cpu")] * 2
 
     def add(self, kind: str, a: Tensor, b: Tensor) -> None:
         """Add a block of steps of each run, ``(s, T, 3 + k)``."""
         p, q = a[..., FIRST_PROJECTION:], b[..., FIRST_PROJECTION:]
+        self._projections = p.shape[-1]
         distance, norm = _rms(p - q), sqrt(torch.maximum(a[..., 1], b[..., 1]))
         # by the projections' own norms, the distance from a multiple of a tensor is exact
         relative = _ratio(distance, torch.maximum(_rms(p), _rms(q)))
@@ -284,10 +234,14 @@ class _Sums:
             # the usual norm of a tensor of this size, if all elements are alike
             numel = a[..., 0].nan_to_num(nan=0.0)
             usual = sqrt((norm * norm).nansum(1, keepdim=True) * numel / numel.sum(1, keepdim=True))
+            cosines = (p * q).mean(-1) / (_rms(p) * _rms(q))
+            across = sqrt((1 - cosines * cosines).clamp(min=0.0))
             self._put(
                 grads=relative,
                 size=norm / usual,
-                cosines=(p * q).sum(-1) / sqrt((p * p).sum(-1) * (q * q).sum(-1)),
+                cosines=cosines,
+                across=torch.where(numel < _FEW, relative, across),
+                factors=_ratio(_rms(q), _rms(p)) * cosines.sign(),
             )
             return
         u, v = (
@@ -308,30 +262,43 @@ class _Sums:
         for name, part in parts.items():
             self._parts.setdefault(name, []).append(part)
 
-    def joined(self, name: str) -> Tensor:
-        """Return one of the distances of all steps."""
-        return torch.cat(self._parts[name])
+    def found(self, steps: Sequence[int], roundoff: float) -> Distances:
+        """Return the distances in all blocks, and what leaves rounding.
 
-    def measured(self, steps: Sequence[int], k: int, roundoff: float) -> Measured:
-        """Return what the limits are found from."""
-        return Measured(
-            grads=self.joined("grads"),
-            size=self.joined("size"),
-            total=self.joined("total") if self._has_weights else None,
-            updates=self.joined("updates") if self._has_weights else None,
-            update_size=self.joined("update_size") if self._has_weights else None,
+        Args:
+            steps: those that were added, ascending.
+            roundoff: the largest unit roundoff of the parameters' dtypes.
+        """
+        parts = {name: torch.cat(blocks) for name, blocks in self._parts.items()}
+        measured = Measured(
+            grads=parts["grads"],
+            across=parts["across"],
+            factors=parts["factors"],
+            size=parts["size"],
+            total=parts.get("total"),
+            updates=parts.get("updates"),
+            update_size=parts.get("update_size"),
             consecutive=torch.tensor(steps, device="cpu").diff(prepend=torch.tensor([steps[0] - 1])) == 1,
-            deviation=math.sqrt(2 / k),
+            deviation=math.sqrt(2 / self._projections),
             roundoff=roundoff,
+        )
+        found = find(measured, steps, self._names)
+        return Distances(
+            steps=tuple(steps),
+            names=self._names,
+            projections=self._projections,
+            grads=measured.grads,
+            cosines=parts["cosines"],
+            weights=parts.get("weights"),
+            total=measured.total,
+            rounding=found.rounding,
+            limits=found.limits,
+            departure=found.departure,
         )
 
 
 def _plain(x: Tensor | float) -> float | None:
     return value if math.isfinite(value := float(x)) else None
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f"{len(steps):,} compared step{'s' if len(steps) > 1 else ''}"
 
 
 def _rms(x: Tensor) -> Tensor:

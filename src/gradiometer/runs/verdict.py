@@ -1,0 +1,78 @@
+"""What the distances between two runs say, in one line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from gradiometer.stats import number
+
+if TYPE_CHECKING:
+    from gradiometer.runs.departure import Departure
+    from gradiometer.runs.distances import Distances
+
+UNRELATED: Final = 0.5
+# a limit that hides a gradient of twice the size
+_BLIND: Final = 0.5
+
+
+def verdict(found: Distances) -> str:
+    """Return how far the runs are apart."""
+    first, last = found.steps[0], found.steps[-1]
+    typical, one = (
+        [number(x, 2) for x in found.grads.nanmedian(dim=1).values[[0, -1]].tolist()],
+        found.departure,
+    )
+    if found.unrelated:
+        return _unrelated(found)
+    if one is not None and one.lasts:
+        if one.step == first:
+            text = (
+                f"not the same up to rounding from the first compared step, {first:,}, on: `{one.name}` is "
+            )
+            text += f"{number(one.distance, 2)} apart, where {found.rounding} explains "
+            return text + number(one.explained, 2) + _factor(one)
+        text = f"the same up to rounding until step {one.step:,}; then `{one.name}` leaves it, "
+        return f"{text}{number(one.ratio, 2)} times what the steps before explain{_factor(one)}"
+    if not found.grads.nan_to_num(nan=0.0).any():
+        return f"no distance in {_steps(found)}: projections are equal"
+    # a fault that is smaller is not seen
+    blind = (found.limits.nanmedian(dim=1).values > _BLIND).nonzero().flatten().tolist()
+    if not blind:
+        text = f"the same up to rounding in {_steps(found)}, as in {found.rounding}"
+    elif blind[0]:
+        text = f"the same up to rounding until step {found.steps[blind[0]]:,}, as in {found.rounding}, "
+        text += "and from there on too far apart to tell a fault from it"
+    else:
+        text = f"too far apart to tell a fault from rounding from the first compared step, {first:,}, on"
+    text += f": most gradients are {typical[0]} apart in step {first:,}"
+    if last != first:
+        text += f", {typical[1]} in step {last:,}"
+    if one is not None:
+        text += f"; `{one.name}` is {number(one.distance, 2)} apart in step {one.step:,}, "
+        text += f"{number(one.ratio, 2)} times what is explained before it, and "
+        text += "too few steps follow to tell" if one.lasts is None else "this does not last"
+        text += _factor(one) or ": a fault, or an activation near 0 that changed sign"
+    if blind and found.total is None:
+        text += "; projected weights of both runs would tell more"
+    return text
+
+
+def _unrelated(found: Distances) -> str:
+    cosine = float(found.cosines[0].nanmedian())
+    text = f"different from the first compared step, {found.steps[0]:,}, on: the cosine of most gradients is "
+    text += f"{cosine:.2f}"
+    if found.total is None:
+        return text
+    start = float(found.total[0])
+    if start > UNRELATED:
+        return f"{text}, and the weights are {number(start, 2)} apart"
+    text += f", though the weights are only {number(start, 2)} apart"
+    return text + ": the batches, the random numbers or the loss differ"
+
+
+def _factor(one: Departure) -> str:
+    return "" if one.factor is None else f": in B it is {number(one.factor, 3)} times that of A"
+
+
+def _steps(found: Distances) -> str:
+    return f"{len(found.steps):,} compared step{'s' if len(found.steps) > 1 else ''}"
