@@ -40,6 +40,7 @@ from gradiometer.stats.plot import INK, new_axes
 from gradiometer.stats.precision_report import FormatFit, PrecisionReport, PrecisionRow
 from gradiometer.stats.projection_stats import (
     ProjectionStats,
+    check_hashed,
     check_projections,
     collect_projections,
     projections_of,
@@ -100,6 +101,7 @@ __all__ = [
     "aligned",
     "amount",
     "block_losses",
+    "check_hashed",
     "check_projections",
     "check_replicas",
     "collect",
