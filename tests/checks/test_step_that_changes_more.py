@@ -1,5 +1,6 @@
 """Steps that change or depend on what is seldom changed: settings, hooks, iterators, sparse gradients."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -132,3 +133,43 @@ def test_a_sparse_gradient_from_before_is_restored():
     assert gm.check_gradients(step, torch.tensor([2, 3, 3]), model=model)
     assert model.weight.grad is grad
     assert torch.equal(grad.to_dense(), before)
+
+
+def test_gradients_behind_an_argument_are_restored(x):
+    before, model = nn.Linear(4, 4), nn.Linear(4, 1)
+    hidden = before(x)
+    before.bias.grad = grad = torch.ones(4)
+
+    def step(hidden):
+        loss = model(hidden).square().mean()
+        loss.backward(retain_graph=True)
+        return loss
+
+    assert gm.check_gradients(step, hidden, model=model)
+    assert before.weight.grad is None
+    assert before.bias.grad is grad
+    assert torch.equal(grad, torch.ones(4))
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    more: dict
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_outputs_in_a_data_class_are_compared(is_wrong, x):
+    model = nn.Linear(4, 1)
+    step = step_of(model)
+
+    def given(x):
+        loss = step(x).detach()
+        return Output(loss, {"twice": loss * (3 if is_wrong else 2)})
+
+    def reference(x):
+        loss = step(x).detach()
+        return Output(loss, {"twice": loss * 2})
+
+    report = gm.check_gradients(given, x, model=model, against=reference)
+    assert [row.name for row in report.failures] == ["output.more.twice"] * is_wrong
+    assert report["output.loss"].is_compared

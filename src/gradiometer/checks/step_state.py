@@ -65,6 +65,7 @@ class StepState:
         callers = [*inner, step, getattr(step, "__self__", None)]
         packages = ({package_of(x) for x in callers} | {_package(step), "numpy"}) - {"torch"}
         _refuse_iterators(x for _, x in found)
+        owned += _behind([x for _, x in found if isinstance(x, Tensor)])
         # those of libraries are left alone: their caches stay filled
         reached = [x for package, x in found if not package or package in packages]
         functions = [x for x in reached if isinstance(x, types.FunctionType) and _package(x) in packages]
@@ -131,6 +132,21 @@ def _restore_settings(before: list[tuple[Callable[..., Any], Any]]) -> None:
     for (restore, value), (_, now) in zip(before, _settings(), strict=True):
         if value != now:
             restore(value)
+
+
+def _behind(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the leaves that the backward pass of tensors with a graph would reach."""
+    left: list[Any] = [x.grad_fn for x in tensors]
+    seen, found = set[Any](), list[Tensor]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        left += [each for each, _ in node.next_functions]
+    return found
 
 
 def _refuse_iterators(values: Iterable[Any]) -> None:
