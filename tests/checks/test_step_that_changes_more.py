@@ -42,6 +42,27 @@ def test_an_iterator_is_an_error_and_not_advanced(kind, x):
     assert torch.equal(torch.as_tensor(next(iterator)), x if kind != "count" else torch.tensor(0))
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_iterator_of_an_object_is_an_error_if_the_step_names_it(reads, x):
+    class Trainer:
+        def __init__(self):
+            self.model, self.batches = nn.Linear(4, 1), iter([x, x + 1])
+
+        def train(self, x):
+            return step_of(self.model)(x)
+
+        def read(self):
+            return self.train(next(self.batches))
+
+    trainer = Trainer()
+    if reads:
+        with pytest.raises(ValueError, match="has an iterator"):
+            gm.check_gradients(trainer.read, model=trainer.model)
+    else:
+        assert gm.check_gradients(trainer.train, x, model=trainer.model)
+    assert torch.equal(next(trainer.batches), x)
+
+
 def test_a_step_that_does_not_repeat_is_an_error(x):
     class Counter:
         calls = 0

@@ -90,7 +90,7 @@ def _check_repeats(first: StepRun, second: StepRun) -> None:
         raise ValueError(
             "check_gradients: in two runs of the step in eager mode, from one state, the gradients differ by "
             f"{share:.2g} % of their norm: the step depends on something that can't be restored, such as "
-            "the time, a file or a counter in a class; pass it as an argument of the step"
+            "an iterator, the time, a file or a counter in a class; pass it as an argument of the step"
         )
 
 

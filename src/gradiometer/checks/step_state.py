@@ -23,7 +23,7 @@ from gradiometer.control.step_copy import find_parts
 from gradiometer.inputs import is_dtensor, unwrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 _SET_VERSIONS = torch._C._autograd._unsafe_set_version_counter  # noqa: SLF001
 _MISSING = object()
@@ -64,7 +64,7 @@ class StepState:
         generators = [x for x in self.parts.values() if isinstance(x, torch.Generator)]
         callers = [*inner, step, getattr(step, "__self__", None)]
         packages = ({package_of(x) for x in callers} | {_package(step), "numpy"}) - {"torch"}
-        _refuse_iterators(x for _, x in found)
+        _refuse_iterators([x for _, x in found])
         owned += _behind([x for _, x in found if isinstance(x, Tensor)])
         # those of libraries are left alone: their caches stay filled
         reached = [x for package, x in found if not package or package in packages]
@@ -149,13 +149,21 @@ def _behind(tensors: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _refuse_iterators(values: Iterable[Any]) -> None:
-    """Raise a ValueError for an iterator, which each run of the step would advance."""
+def _refuse_iterators(values: list[Any]) -> None:
+    """Raise a ValueError for an iterator, which each run of the step would advance.
+
+    One that is an attribute of an object is left alone, unless a function that was found names it.
+    """
+    functions = [x for x in values if isinstance(x, types.FunctionType)]
+    instructions = [x for function in functions for x in _instructions(function.__code__)]
+    named = {x.argval for x in instructions if isinstance(x.argval, str)}
+    others = [x for x in values if hasattr(x, "__dict__") and not isinstance(x, types.FunctionType | Tensor)]
+    unnamed = {id(x) for other in others for key, x in vars(other).items() if key not in named}
     for x in values:
-        if isinstance(x, Iterator) and not isinstance(x, io.IOBase):
+        if isinstance(x, Iterator) and not isinstance(x, io.IOBase) and id(x) not in unnamed:
             msg = f"the step has an iterator, a {type(x).__name__}, which each of its runs would advance, so "
             msg += "that they would not have the same data; pass what it yields as an argument of the step"
-            raise ValueError(msg)  # noqa: TRY004 the type may be used elsewhere
+            raise ValueError(msg)
 
 
 def _variables(function: types.FunctionType) -> Callable[[], None]:
