@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -264,6 +266,10 @@ def damaged(change):
         (damaged(lambda v: v["grads"]["0.bias"]["projections"].__setitem__(0, {})), "in place of"),
         (damaged(lambda v: v["grads"]["0.bias"].update(shape=[-1])), "is negative"),
         (damaged(lambda v: v["outputs"].update(loss=[1])), "is damaged: ValueError"),
+        (damaged(lambda v: v["grads"]["0.bias"].update(error=1e300)), "do not have the SHA-256 in the file"),
+        (damaged(lambda v: v.update(weights={})), "do not have the SHA-256 in the file"),
+        (damaged(lambda v: v.update(seed=2**70)), "do not have the SHA-256 in the file"),
+        (damaged(lambda v: v.pop("sha256")), "is damaged: KeyError: 'sha256'"),
     ],
     ids=itertools.count(),
 )
@@ -274,3 +280,26 @@ def test_files_that_are_damaged_or_hostile(content, message, tmp_path):
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
     with pytest.raises(ValueError, match=message):
         read_reference(path)
+
+
+def test_what_is_no_file_is_not_replaced_and_a_link_is_followed(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is a folder or a device"):
+        write_reference(tmp_path / "pipe", saved_of()[1])
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "link").symlink_to(tmp_path / "reference.json")
+    write_reference(tmp_path / "link", saved_of()[1])
+    assert (tmp_path / "link").is_symlink()
+    assert read_reference(tmp_path / "reference.json") == read_reference(tmp_path / "link")
+
+
+def test_weights_whose_sums_are_not_finite_differ():
+    reference, saved = saved_of()
+    weights = {name: dataclasses.replace(x, projections=(math.nan,) * K) for name, x in saved.weights.items()}
+    saved = dataclasses.replace(saved, weights=weights)
+    report = judge_saved(projected(reference.grads), saved, weights=projected(model_of().named_parameters()))
+    assert not report
+    assert "the weights differ" in str(report)
+    grads = {name: dataclasses.replace(x, projections=(1e308,) * K) for name, x in saved.grads.items()}
+    report = judge_saved(projected(reference.grads), dataclasses.replace(saved, grads=grads))
+    assert len(report.failures) == len(grads)

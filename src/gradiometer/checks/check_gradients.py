@@ -52,9 +52,10 @@ def check_gradients(
 
     Afterwards everything is as before: parameters, gradients, buffers, attributes and hooks of models;
     optimizers, schedulers, scalers and generators; tensors and containers in the arguments, the closure and
-    the globals of the step; random states. Monitors do not record these runs. Files, and what other processes
-    do, are not restored. The check runs the step 4 or 5 times, a compiled step with random numbers 20 times
-    or more, and needs memory for 5 copies of the model's state.
+    the globals of the step; random states. Monitors do not record these runs. Files, attributes of classes
+    and of Python modules, and what other processes do are not restored; iterators can't be, so a step that
+    has one, such as that of a data loader, is an error: pass the batch. The check runs the step 5 times, a
+    compiled step with random numbers 20 times or more, and needs memory for 6 copies of the model's state.
 
     With DistributedDataParallel, all ranks have to make this call, and the float64 gradients are averaged
     over the ranks. Parameters that are DTensors have no float64 run. Faults of the parallel layers themselves
@@ -82,8 +83,8 @@ def check_gradients(
 
     Raises:
         TypeError: if the step is not a function or the model not a module.
-        ValueError: if the model has no parameters or the step leaves no gradients, or for any other
-            ``against``.
+        ValueError: if the model has no parameters or the step leaves no gradients or has an iterator,
+            if two runs of it from the same state have different gradients, or for any other ``against``.
         RuntimeError: inside a compiled function. Errors of the step are passed on.
 
     >>> import torch, gradiometer as gm

@@ -23,10 +23,10 @@ from gradiometer.checks.originals import Originals, in_backward, without_updates
 from gradiometer.checks.precision import exchanged
 from gradiometer.checks.random_replay import Draws, ReplayError, replaying
 from gradiometer.checks.recompute import without_checkpoints
-from gradiometer.checks.step_run import StepRun
+from gradiometer.checks.step_run import StepRun, outputs_of
 from gradiometer.control.step_copy import StepCopy, find_parts
 from gradiometer.inputs import named_parameters, unwrapped
-from gradiometer.stats import leaves, repeating
+from gradiometer.stats import repeating
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -166,7 +166,7 @@ def _undistributed(model: nn.parallel.DistributedDataParallel, *args: Any, **kwa
 def _outputs(output: Any, lifting: Lifting) -> dict[str, Tensor]:
     """Return copies of the floating-point tensors and the floats in what a step returned."""
     found: dict[str, Tensor] = {}
-    for name, value in leaves("output", output):
+    for name, value in outputs_of(output):
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             x = lifting.wide(value.detach())
             found[name] = x.to_dense() if x.layout != torch.strided else x.clone()

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from gradiometer.checks.kept_objects import same_bits
 from gradiometer.checks.recompute import without_checkpoints
-from gradiometer.checks.step_run import StepRun
+from gradiometer.checks.step_run import StepRun, outputs_of
 from gradiometer.inputs import is_dtensor
-from gradiometer.stats import leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -104,7 +103,7 @@ def copied(tensor: Tensor) -> Tensor:
 def _outputs(output: Any) -> dict[str, Tensor]:
     """Return copies of the floating-point tensors, and the floats, that a step returned."""
     found: dict[str, Tensor] = {}
-    for name, value in leaves("output", output):
+    for name, value in outputs_of(output):
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             found[name] = copied(value)
         elif isinstance(value, float):

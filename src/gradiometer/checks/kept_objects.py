@@ -177,6 +177,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     a, b = _here(a), _here(b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if a.layout == b.layout == torch.sparse_coo:
+        parts = ((a._indices(), b._indices()), (a._values(), b._values()))  # noqa: SLF001
+        return all(same_bits(x, y) for x, y in parts)
     # one element may have any stride
     flat = [x.detach().resolve_conj().resolve_neg().reshape(-1) for x in (a, b)]
     bits = [

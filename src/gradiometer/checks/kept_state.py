@@ -77,6 +77,7 @@ def kept_state(model: nn.Module, *, values: bool = True, batch: Any = None) -> I
         restore_random_state(random)
 
 
+_COPIED = (torch.strided, torch.sparse_coo)
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 
 
@@ -89,4 +90,4 @@ def _tensors(modules: list[nn.Module]) -> list[Tensor]:
 
 
 def _copy(x: Tensor | None) -> Tensor | None:
-    return None if x is None or x.is_meta or x.layout != torch.strided else x.detach().clone()
+    return None if x is None or x.is_meta or x.layout not in _COPIED else x.detach().clone()

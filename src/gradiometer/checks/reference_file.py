@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -24,10 +25,12 @@ def write_reference(path: str | os.PathLike[str], saved: SavedReference) -> None
     Raises:
         OSError: if the file can't be written; an existing one is as before.
     """
-    path = Path(path)
-    values = {"format": _FORMAT, "version": _VERSION, **asdict(saved)}
-    # a name that is not valid Unicode is escaped
-    text = json.dumps(_finite(values), allow_nan=False, separators=(",", ":"))
+    # that which a link leads to is replaced
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(f"{str(path)!r} is a folder or a device; pass the path of a file")
+    values = _finite({"format": _FORMAT, "version": _VERSION, **asdict(saved)})
+    text = _text_of({**values, "sha256": _digest(values)})
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         # a link that was put there is removed, not followed
@@ -69,10 +72,28 @@ def read_reference(path: str | os.PathLike[str]) -> SavedReference:
         raise ValueError(f"the saved reference {str(path)!r} is damaged: {what}; save it anew") from error
 
 
+def _text_of(values: Any) -> str:
+    # a name that is not valid Unicode is escaped
+    return json.dumps(values, allow_nan=False, separators=(",", ":"))
+
+
+def _digest(values: dict[str, Any]) -> str:
+    """Return the SHA-256 of the values, in the order of the file, without that of the file itself."""
+    rest = {name: x for name, x in values.items() if name != "sha256"}
+    return hashlib.sha256(_text_of(rest).encode()).hexdigest()
+
+
 def _reference(values: dict[str, Any]) -> SavedReference:
     count = _integer(values["projections"])
     if count not in PROJECTIONS:
         raise ValueError(f"projections = {count}")
+    found = _parsed(values, count)
+    if values["sha256"] != _digest(values):
+        raise ValueError("the contents do not have the SHA-256 in the file")
+    return found
+
+
+def _parsed(values: dict[str, Any], count: int) -> SavedReference:
     return SavedReference(
         {_text(name): _tensor(x, count) for name, x in values["grads"].items()},
         {_text(name): _tensor(x, count) for name, x in values["weights"].items()},

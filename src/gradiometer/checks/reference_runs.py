@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # seconds
 _TIMEOUT: Final = 60.0
+# of the norm of all gradients: more than the order of atomic additions changes
+_REPEATED: Final = 2.0**-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,26 @@ def _in_order(run: StepRun, order: Iterable[str]) -> StepRun:
     grads = {name: run.grads[name] for name in order if name in run.grads}
     grads |= {name: run.grads[name] for name in reversed(list(run.grads)) if name not in grads}
     return replace(run, grads=grads)
+
+
+def _check_repeats(first: StepRun, second: StepRun) -> None:
+    """Raise a ValueError if two runs of a step from one state have different gradients."""
+    total = distance = 0.0
+    for name, a in first.grads.items():
+        b = second.grads.get(name)
+        if b is None or a.shape != b.shape:
+            continue
+        # NaN and infinity have rows of their own
+        size, error = float(a.abs().double().norm()) ** 2, float((a - b).abs().double().norm()) ** 2
+        if size + error < float("inf"):
+            total, distance = total + size, distance + error
+    if distance > _REPEATED**2 * total:
+        share = 100.0 * (distance / total) ** 0.5 if total else 100.0
+        raise ValueError(
+            "check_gradients: in two runs of the step in eager mode, from one state, the gradients differ by "
+            f"{share:.2g} % of their norm: the step depends on something that can't be restored, such as "
+            "an iterator, the time, a file or a counter in a class; pass it as an argument of the step"
+        )
 
 
 class Runs:
@@ -160,11 +182,14 @@ class Runs:
         random = self.random
         products = RoundedProducts()
         rounded = self.run(step, eagerly(), products, *more())
+        again = self.run(step, eagerly(), *more())
         unrecorded, is_recorded = None, True
         if draws.drawn:
             # a kernel that draws inside, such as attention on a GPU, is exchanged to record its numbers
-            unrecorded = _in_order(self.run(step, eagerly(), *more()), order)
+            unrecorded = _in_order(again, order)
             is_recorded = has_same_numbers(self.random, random)
+        if is_recorded:
+            _check_repeats(eager, again)
         exact, notes = self._exact(step, draws, more(), is_other=is_other)
         return References(
             _in_order(eager, order),

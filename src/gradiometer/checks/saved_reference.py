@@ -235,7 +235,10 @@ def _differing(weights: ProjectionStats, saved: SavedReference) -> str:
     for name, mine in saved.weights.items():
         if name not in found:
             return f"the model has no parameter {name}, but the reference has"
-        if _rms(found[name][2], mine.projections) > _SAME * mine.norm or found[name][1] != mine.n_nonfinite:
+        if (
+            not _rms(found[name][2], mine.projections) <= _SAME * mine.norm
+            or found[name][1] != mine.n_nonfinite
+        ):
             return f"the weights differ from those of the reference, {name} first: load the same ones"
     return ""
 
@@ -292,7 +295,8 @@ def _judged(
 
 
 def _rms(a: Sequence[float], b: Sequence[float]) -> float:
-    return math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / len(a))
+    # without overflow
+    return math.dist(a, b) / math.sqrt(len(a))
 
 
 def _outputs(given: Mapping[str, Tensor], saved: SavedReference) -> Tensors:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradiometer.stats import leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -25,3 +28,23 @@ class StepRun:
     outputs: Mapping[str, Tensor]
     grads: Mapping[str, Tensor]
     notes: tuple[str, ...] = field(default=())
+
+
+def outputs_of(output: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a step returned, in nested containers and data classes, with names.
+
+    >>> list(outputs_of({"loss": 0.5}))
+    [('output.loss', 0.5)]
+    """
+    yield from leaves("output", _in_containers(output))
+
+
+def _in_containers(value: Any) -> Any:
+    """Return a value with data classes as mappings."""
+    if isinstance(value, Mapping):
+        return {key: _in_containers(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_containers(x) for x in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _in_containers(getattr(value, each.name, None)) for each in fields(value)}
+    return value

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dis
 import functools
 import gc
+import io
 import types
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ from gradiometer.control.step_copy import find_parts
 from gradiometer.inputs import is_dtensor, unwrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _SET_VERSIONS = torch._C._autograd._unsafe_set_version_counter  # noqa: SLF001
 _MISSING = object()
@@ -68,10 +70,13 @@ class StepState:
         generators = [x for x in self.parts.values() if isinstance(x, torch.Generator)]
         callers = [*inner, step, getattr(step, "__self__", None)]
         packages = ({package_of(x) for x in callers} | {_package(step), "numpy"}) - {"torch"}
+        _refuse_iterators([x for _, x in found])
+        owned += _behind([x for _, x in found if isinstance(x, Tensor)])
         # those of libraries are left alone: their caches stay filled
         reached = [x for package, x in found if not package or package in packages]
         functions = [x for x in reached if isinstance(x, types.FunctionType) and _package(x) in packages]
         self._undo = [_variables(x) for x in functions]
+        self._undo += [_tensor_hooks(p) for p in self.parameters]
         self._undo += kept_objects([*tables, *generators, *owned, *reached], [*tensors, *inner], packages)
         self._devices = {x.device for x in [*tensors, *owned]}
 
@@ -87,6 +92,7 @@ class StepState:
         random = self.random()
         with ExitStack() as stack:
             # in reverse: random numbers and versions last
+            stack.callback(_restore_settings, _settings())
             stack.callback(restore_random_state, random)
             stack.callback(_SET_VERSIONS, plain, versions)
             for undo in self._undo:
@@ -129,11 +135,61 @@ def _package(function: Any) -> str:
     return str(getattr(function, "__module__", None)).partition(".")[0]
 
 
+def _settings() -> list[tuple[Callable[..., Any], Any]]:
+    """Return global settings of torch that a step may change: functions that set them, and their values."""
+    return [
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (torch.set_grad_enabled, torch.is_grad_enabled()),
+        (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+        (torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()),
+        (torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled()),
+    ]
+
+
+def _restore_settings(before: list[tuple[Callable[..., Any], Any]]) -> None:
+    for (restore, value), (_, now) in zip(before, _settings(), strict=True):
+        if value != now:
+            restore(value)
+
+
+def _behind(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the leaves that the backward pass of tensors with a graph would reach."""
+    left: list[Any] = [x.grad_fn for x in tensors]
+    seen, found = set[Any](), list[Tensor]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        left += [each for each, _ in node.next_functions]
+    return found
+
+
+def _refuse_iterators(values: list[Any]) -> None:
+    """Raise a ValueError for an iterator, which each run of the step would advance.
+
+    One that is an attribute of an object is left alone, unless a function that was found names it.
+    """
+    functions = [x for x in values if isinstance(x, types.FunctionType)]
+    instructions = [x for function in functions for x in _instructions(function.__code__)]
+    named = {x.argval for x in instructions if isinstance(x.argval, str)}
+    others = [x for x in values if hasattr(x, "__dict__") and not isinstance(x, types.FunctionType | Tensor)]
+    unnamed = {id(x) for other in others for key, x in vars(other).items() if key not in named}
+    for x in values:
+        if isinstance(x, Iterator) and not isinstance(x, io.IOBase) and id(x) not in unnamed:
+            msg = f"the step has an iterator, a {type(x).__name__}, which each of its runs would advance, so "
+            msg += "that they would not have the same data; pass what it yields as an argument of the step"
+            raise ValueError(msg)
+
+
 def _variables(function: types.FunctionType) -> Callable[[], None]:
     """Return a function that restores the outer and global variables that a function assigns."""
-    names = {x.argval for x in dis.get_instructions(function) if x.opname == "STORE_GLOBAL"}
+    names = {x.argval for x in _instructions(function.__code__) if x.opname == "STORE_GLOBAL"}
     before = {name: function.__globals__.get(name, _MISSING) for name in names}
     cells = [(cell, _content(cell)) for cell in function.__closure__ or ()]
+    attributes = dict(vars(function))
 
     def restore() -> None:
         for name, value in before.items():
@@ -144,8 +200,34 @@ def _variables(function: types.FunctionType) -> Callable[[], None]:
         for cell, value in cells:
             if value is not _MISSING and _content(cell) is not value:
                 cell.cell_contents = value
+        vars(function).clear()
+        vars(function).update(attributes)
 
     return restore
+
+
+def _tensor_hooks(p: Tensor) -> Callable[[], None]:
+    """Return a function that restores the hooks of a parameter."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    before = {name: dict(getattr(p, name, None) or {}) for name in names}
+
+    def restore() -> None:
+        for name, hooks in before.items():
+            table = getattr(p, name, None)
+            if table is not None and list(table.items()) != list(hooks.items()):
+                # autograd has the table itself
+                table.clear()
+                table.update(hooks)
+
+    return restore
+
+
+def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Yield the instructions of code and of the functions that are defined in it."""
+    yield from dis.get_instructions(code)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _instructions(inner)
 
 
 def _content(cell: types.CellType) -> Any:

@@ -53,6 +53,10 @@ def _estimated_norm(row: Row) -> Tensor:
     return sqrt((found * found).mean(dim=-1))
 
 
+def _finite_norm(row: Row) -> Tensor:
+    return sqrt(row("sumsq"))
+
+
 def _schema(count: int) -> Schema:
     return Schema(
         "projections",
@@ -66,9 +70,7 @@ def _schema(count: int) -> Schema:
             ],
         ),
         (
-            Derived(
-                "finite_norm", lambda row: sqrt(row("sumsq")), "L2 norm of the finite elements", "finite norm"
-            ),
+            Derived("finite_norm", _finite_norm, "L2 norm of the finite elements", "finite norm"),
             Derived(
                 "estimated_norm",
                 _estimated_norm,

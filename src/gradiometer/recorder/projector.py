@@ -12,7 +12,7 @@ from gradiometer.columns import Cursor, rows
 from gradiometer.distributed import UnknownPartError, part_of
 from gradiometer.inputs import Named, on_device, present
 from gradiometer.recorder.settings import check_integer
-from gradiometer.stats import check_projections, plain
+from gradiometer.stats import check_hashed, check_projections, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +38,7 @@ class Projector:
     def __init__(
         self, names: tuple[str, ...], parameters: Sequence[Tensor], count: int, ranks: Ranks | None
     ) -> None:
+        check_hashed(names, "Recorder")
         self._names, self._count = names, count
         sharding = None if ranks is None else ranks.sharding
         self._boxes: list[list[int] | None] = []

@@ -38,7 +38,7 @@ from gradiometer.stats.norms import Norms, finite_norm, norms_of, order_of
 from gradiometer.stats.pair_stats import PairReport, PairRow, PairStats
 from gradiometer.stats.plot import INK, new_axes
 from gradiometer.stats.precision_report import FormatFit, PrecisionReport, PrecisionRow
-from gradiometer.stats.project import check_projections, collect_projections, projections_of
+from gradiometer.stats.project import check_hashed, check_projections, collect_projections, projections_of
 from gradiometer.stats.projection_stats import ProjectionStats
 from gradiometer.stats.repeats import is_repeating, keep_in_repeats, repeating
 from gradiometer.stats.report import ModuleReports, Report, TensorReport
@@ -96,6 +96,7 @@ __all__ = [
     "aligned",
     "amount",
     "block_losses",
+    "check_hashed",
     "check_projections",
     "check_replicas",
     "collect",

@@ -22,7 +22,7 @@ from gradiometer.stats.measure import grads_of, over_ranks, plain, redistributed
 from gradiometer.stats.projection_stats import CLASSES, ProjectionStats
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
@@ -32,11 +32,19 @@ if TYPE_CHECKING:
 
 def check_projections(caller: str, count: object, seed: object) -> None:
     """Raise a ValueError for a number of projections or a seed that cannot be used."""
-    if isinstance(count, bool) or count not in PROJECTIONS:
+    if type(count) is not int or count not in PROJECTIONS:
         numbers = ", ".join(map(str, PROJECTIONS))
         raise ValueError(f"{caller}(projections={describe(count)}): projections must be one of {numbers}")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"{caller}(seed={describe(seed)}): seed must be an integer from 0 to 2**63 - 1")
+
+
+def check_hashed(names: Iterable[str], caller: str) -> None:
+    """Raise a ValueError for a name that is not valid Unicode: operators don't take it."""
+    for name in names:
+        if any(0xD800 <= ord(letter) < 0xE000 for letter in name):
+            msg = f"{caller}: the name {name!r} is not valid Unicode, and signs depend on names; rename it"
+            raise ValueError(msg)
 
 
 def collect_projections(
@@ -118,6 +126,7 @@ def projections_of(
     is; None: as they tell.
     """
     check_names(named.names, caller)
+    check_hashed(named.names, caller)
     if parts is None:
         parts = {name: part_of(name, x, caller) for name, x in zip(*named, strict=True)}
     placed = [parts[name] for name in named.names]

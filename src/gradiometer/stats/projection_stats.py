@@ -82,3 +82,5 @@ def _with(count: int) -> type[ProjectionStats]:
 
 CLASSES: Final = {count: _with(count) for count in PROJECTIONS}
 """The classes by number of projections."""
+# pickle looks for them here
+globals().update({kind.__name__: kind for kind in CLASSES.values()})
