@@ -22,6 +22,7 @@ from torch.nn import functional
 import gradiometer as gm
 from gradiometer.columns import FIRST_PROJECTION
 from gradiometer.runs.distances import PROJECTED, Sums
+from gradiometer.runs.verdict import verdict
 from kernels_bench import scripts
 
 PROJECTIONS = 64
@@ -215,7 +216,7 @@ def outcome(found, where, start):
     """Return which of `OUTCOMES` it is; in a faulty pair, only the right step and tensor count as found."""
     one = found.departure
     if one is None:
-        return "too far" if "too far apart" in found.verdict else "nothing"
+        return "too far" if "too far apart" in verdict(found) else "nothing"
     if start is not None and (one.step != start or where not in {"all", one.name.removesuffix(".grad")}):
         return "nothing"
     return "lasts" if one.lasts else "remark"

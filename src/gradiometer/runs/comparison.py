@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.recorder import KINDS, OPTION
+from gradiometer.runs.verdict import verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -206,7 +207,7 @@ class Comparison:
                 return "distances: not compared, because no tensor of one shape is projected in the same step"
             verb = "have" if len(without) > 1 else "has"
             return f"distances: not compared, because {' and '.join(without)} {verb} no projections"
-        one, text = self.distances.departure, self.distances.verdict
+        one, text = self.distances.departure, verdict(self.distances)
         for change in sorted(self.scalars, key=lambda change: change.step):
             is_set = change.name in {"lr", "skipped"} or change.name.startswith(OPTION)
             if is_set and one is not None and change.step <= one.step:

@@ -12,7 +12,6 @@ from gradiometer.columns import FIRST_PROJECTION, sqrt
 from gradiometer.recorder import KINDS
 from gradiometer.runs.arrow import codes, numbers, put
 from gradiometer.runs.departure import Departure, Measured, find
-from gradiometer.runs.verdict import UNRELATED, verdict
 from gradiometer.stats import INK, new_axes
 from gradiometer.terminal import printable
 
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Catalog
     from gradiometer.runs.reader import Run
+
+UNRELATED: Final = 0.5
+"""Gradients that are farther apart, and whose cosine is smaller, have little in common."""
 
 PROJECTED: Final = ("grad_projections", "weight_projections")
 """The kinds of projections."""
@@ -100,11 +102,6 @@ class Distances:
         """Whether most gradients have little in common in the first compared step."""
         cosine = float(self.cosines[0].nanmedian())
         return bool(self.grads[0].nanmedian() > UNRELATED and abs(cosine) < UNRELATED)
-
-    @property
-    def verdict(self) -> str:
-        """How far the runs are apart, in one line."""
-        return verdict(self)
 
     def drawn(self, most: int = 12) -> list[int]:
         """Return the columns of the tensors to draw: the one of the departure first, then the worst."""

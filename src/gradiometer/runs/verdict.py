@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from gradiometer.runs.distances import UNRELATED
 from gradiometer.stats import number
 
 if TYPE_CHECKING:
     from gradiometer.runs.departure import Departure
     from gradiometer.runs.distances import Distances
 
-UNRELATED: Final = 0.5
 # a limit that hides a gradient of twice the size
 _BLIND: Final = 0.5
 
