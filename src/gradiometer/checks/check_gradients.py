@@ -66,12 +66,13 @@ def check_gradients(
         step: a function that makes a training step, or the forward and backward of one.
         args: arguments of the step.
         model: the model whose gradients are compared.
-        against: ``"eager"``; or ``"float64"``, which also finds what eager mode computes wrong, for example
-            in a custom ``autograd.Function``; or a function with the arguments of the step, which runs in
-            eager mode. It leaves gradients in the parameters, or returns a mapping from names of parameters
-            to gradients, such as those of another copy of the model. Its outputs are compared where both
-            have the same names, and with several ranks not at all. Or the path of a file that
-            `save_reference` has written, for a step from the same weights and without earlier gradients.
+        against: ``"eager"``; or ``"float64"``, which also finds what eager mode computes wrong in its own
+            precision, such as an overflow; or a function with the arguments of the step, which runs in eager
+            mode, and tells a formula that is wrong in any precision. It leaves gradients in the parameters,
+            or returns a mapping from names of parameters to gradients, such as those of another copy of the
+            model. Its outputs are compared where both have the same names, and with several ranks not at all.
+            Or the path of a file that `save_reference` has written, for a step from the same weights and
+            without earlier gradients.
         optimizer: its update is compared too, from the same gradients, as are those of optimizers that the
             step calls: with ``foreach=False, fused=False`` in eager mode. ``torch.compile(optimizer.step)``
             is compared as it is; an update that is compiled together with more can't be.
