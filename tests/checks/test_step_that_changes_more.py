@@ -27,6 +27,22 @@ def x():
     return torch.randn(8, 4)
 
 
+BATCHES = iter([1.0, 2.0])
+
+
+def square(x):
+    """Return a value of the iterator, which no step here calls; its name is that of an attribute, too."""
+    return x * next(BATCHES)
+
+
+def test_the_name_of_an_attribute_is_not_that_of_a_global(x):
+    model = nn.Linear(4, 1)
+    assert gm.check_gradients(step_of(model), x, model=model)
+    assert next(BATCHES) == 1.0
+    with pytest.raises(ValueError, match="has an iterator"):
+        gm.check_gradients(lambda: square(model(x)).sum().backward(), model=model)
+
+
 @pytest.mark.parametrize("kind", ["list", "generator", "loader", "count"])
 def test_an_iterator_is_an_error_and_not_advanced(kind, x):
     model, batches = nn.Linear(4, 1), [x, x + 1, x + 2]

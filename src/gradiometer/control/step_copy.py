@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Mapping
@@ -84,7 +85,9 @@ def _names_of(function: types.FunctionType) -> dict[str, Any]:
     codes = [function.__code__]
     while codes:
         code = codes.pop()
-        names |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+        # co_names has names of attributes, too
+        loaded = {x.argval for x in dis.get_instructions(code) if x.opname in {"LOAD_GLOBAL", "STORE_GLOBAL"}}
+        names |= {name: x for name, x in function.__globals__.items() if name in loaded}
         codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
