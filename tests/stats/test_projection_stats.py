@@ -78,9 +78,15 @@ def test_a_seed_gives_other_signs():
 
 def test_others_cannot_be_compared():
     x = tensors(0)
-    for other in (projected(x, 16), projected({"d": torch.ones(3)})):
-        with pytest.raises(ValueError, match="different tensors or numbers of projections"):
+    for other, message in (
+        (projected(x, 16), "256 and 16"),
+        (projected({"d": torch.ones(3)}), "'a' is only in one"),
+        (projected(dict(reversed(x.items()))), "their order differs"),
+    ):
+        with pytest.raises(ValueError, match=message):
             projected(x).distance(other)
+    found = projected(x).distance(projected({**x, "b": torch.ones(8)}))
+    assert found.isnan().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("options", [{"projections": 5}, {"projections": True}, {"seed": -1}, {"seed": 1.0}])

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from gradiometer.rules.finding import Finding
 
 SPLIT: Final = (
-    "use a DistributedSampler, or split an iterable dataset by rank and worker, and look at seeds and at "
-    "iterators that are created anew; if gradients were added after they were averaged, add them before"
+    "look at how micro-batches or ranks get their data: a DistributedSampler, an iterable dataset split by "
+    "rank and worker, seeds, iterators that are re-created; and call agreement.add() before ranks average"
 )
 LOOK: Final = (
     "compare a batch, the loss and the weights of this rank with those of others; gm.check_replicas compares "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from gradiometer.columns import DEFAULT_PROJECTIONS, FIRST_PROJECTION, PROJECTIONS, sqrt
 from gradiometer.stats.named_stats import NamedStats
 from gradiometer.stats.table_report import TableReport
@@ -45,7 +47,7 @@ class ProjectionStats(NamedStats[TableReport[Any]]):
     def distance(self, other: ProjectionStats) -> Tensor:
         """Return estimates of the L2 norms of the differences from other tensors, ``(T,) float64``.
 
-        Over finite elements.
+        Over finite elements; NaN where the numbers of elements differ. Both need the same seed.
 
         Raises:
             ValueError: unless both have the same names and the same number of projections.
@@ -56,7 +58,7 @@ class ProjectionStats(NamedStats[TableReport[Any]]):
     def cosine(self, other: ProjectionStats) -> Tensor:
         """Return estimates of the cosines with other tensors, ``(T,) float64``; NaN if a norm is 0.
 
-        The standard deviation is at most ``sqrt(2 / k)``. Equal tensors have 1.
+        The standard deviation of a cosine c is about ``(1 - c**2) / sqrt(k)``. Equal tensors have 1.
 
         Raises:
             ValueError: as for `distance`.
@@ -67,10 +69,19 @@ class ProjectionStats(NamedStats[TableReport[Any]]):
         return (mine * others).sum(dim=1) / norms
 
     def _of(self, other: ProjectionStats) -> Tensor:
-        if self.names != other.names or self.columns.shape != other.columns.shape:
-            msg = "the two have different tensors or numbers of projections; project the same ones of both"
-            raise ValueError(msg)
-        return other.projections.to(self.columns.device, non_blocking=True)
+        """Return the other projections, on this device."""
+        if self.names != other.names:
+            differing = [
+                x for x in (*self.names, *other.names) if x not in self.names or x not in other.names
+            ]
+            which = f"{differing[0]!r} is only in one" if differing else "their order differs"
+            raise ValueError(f"projections of different tensors: {which}; give both the same names")
+        if self.columns.shape != other.columns.shape:
+            counts = f"{self.projections.shape[1]} and {other.projections.shape[1]}"
+            raise ValueError(f"different numbers of projections, {counts}; project both with the same number")
+        columns = other.columns.to(self.columns.device, non_blocking=True)
+        is_same = columns[:, :1] == self.columns[:, :1]
+        return torch.where(is_same, columns[:, FIRST_PROJECTION:], torch.nan)
 
 
 def _with(count: int) -> type[ProjectionStats]:
