@@ -1116,6 +1116,7 @@ KINDS = {
     "local": gm.TensorStats | None,
     "fingerprints": Tensor | None,
     "diverged": Tensor | None,
+    "projections": gm.ProjectionStats | None,
 }
 
 

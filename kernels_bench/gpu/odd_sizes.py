@@ -23,6 +23,7 @@ from gradiometer.ops import (
     exponent_reference,
     line_reference,
     pair_reference,
+    projection_reference,
     reference,
     tap_partials,
 )
@@ -52,7 +53,7 @@ def main(argv=None) -> int:
         parser.error(f"--device {device}: torch sees no GPU here; use --device cpu for the same comparison")
     torch.manual_seed(0)
     all_wrong = []
-    for section in (statistics, exponents, lines, pairs, activations, partial_sums, clipping):
+    for section in (statistics, exponents, lines, projections, pairs, activations, partial_sums, clipping):
         count, wrong = section(device, small=options.small)
         # a checker is slow, and may be cut off
         print(f"{section.__name__}: {count} tensors, wrong: {wrong or 'none'}", flush=True)
@@ -161,6 +162,30 @@ def lines(device, *, small):
                     if not torch.allclose(found, expected, rtol=1e-12, atol=1e-11):
                         wrong.append(f"{dtype} {tuple(here.shape)} from {start}")
     return count, wrong
+
+
+# project, merge_projections
+
+
+def projections(device, *, small):
+    host, there = [], []
+    for dtype in DTYPES:
+        for size in FEW_SIZES if small else SIZES:
+            for start in STARTS[: 2 if small else None]:
+                host.append(torch.randn(size).to(dtype))
+                there.append(placed(host[-1], device, start))
+        host.append(torch.randn(9, 33).to(dtype).t())
+        there.append(host[-1].to(device))
+    names, wrong = [str(i) for i in range(len(host))], []
+    for count in (16, 64):
+        found = ops.measure_projections(there, names, count).cpu()
+        expected = projection_reference.project(host, names, count, 0, [None] * len(host))
+        # sums in another order, of numbers that may cancel
+        near = torch.isclose(found, expected, rtol=1e-12, atol=1e-10).all(dim=1)
+        wrong += [
+            f"{host[i].dtype} of {host[i].numel()}, {count}" for i in (~near).nonzero().flatten().tolist()
+        ]
+    return len(host), wrong
 
 
 # pairs, finalize_pairs

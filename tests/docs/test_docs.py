@@ -22,7 +22,7 @@ def undecorated(code):
 def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pytest.importorskip("pyarrow")
-    watched, asked, collected, step, updated, inside, bits, ranks = blocks("README.md")
+    watched, asked, checked, collected, step, updated, inside, bits, ranks = blocks("README.md")
     scope = execute(watched)
     assert "no findings" in capsys.readouterr().out
     losses = gm.read_run("runs/first").steps["loss"].to_pylist()
@@ -32,6 +32,8 @@ def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     exec(asked, scope)  # noqa: S102
     assert capsys.readouterr().out.startswith("23 contracts: ")
     assert scope["report"], str(scope["report"])
+    exec(checked, scope)  # noqa: S102
+    assert capsys.readouterr().out.startswith("agrees with eager mode: ")
     exec(collected, scope)  # noqa: S102
     assert "4 tensors, 16,897 elements" in capsys.readouterr().out
     # eager mode gives the same result

@@ -196,7 +196,7 @@ def test_a_state_of_a_monitor_that_is_refused(monitor):
 
 
 HISTORY = {name: torch.ones(3, dtype=torch.float64) for name in ("count", "mean", "deviation")}
-CURSOR = torch.tensor([5.0, 2.0, 3.0, 1.0, math.inf, 0.0], dtype=torch.float64)
+CURSOR = torch.tensor([5.0, 2.0, 3.0, 1.0, math.inf, 0.0, 0.0], dtype=torch.float64)
 
 
 def cursor(place, value):
@@ -232,6 +232,7 @@ OTHERS = {
     "a large skip_above": (recorder, configure, STEP | {"skip_above": 10**400}, BOUND),
     "a cursor with NaN": (recorder, load, cursor(0, math.nan), "cursor.step=nan.: step must be an integer"),
     "every = 0": (recorder, load, cursor(2, 0), "cursor.every=0.: every must be an integer, at least 1"),
+    "project_every = 0.5": (recorder, load, cursor(6, 0.5), "cursor.project_every=0.5.: project_every must"),
     "a cursor with a negative skip_above": (recorder, load, cursor(4, -1), BOUND),
     "a cursor of another size": (recorder, load, {"cursor": CURSOR[:5]}, "size mismatch for cursor"),
     "an average of another shape": (lambda: gm.EMA((3,)), load, {"state": CURSOR}, "size mismatch for state"),

@@ -171,5 +171,5 @@ def _outputs(output: Any, lifting: Lifting) -> dict[str, Tensor]:
             x = lifting.wide(value.detach())
             found[name] = x.to_dense() if x.layout != torch.strided else x.clone()
         elif isinstance(value, float):
-            found[name] = torch.tensor(value, dtype=torch.float64)
+            found[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
     return found

@@ -107,7 +107,7 @@ def _outputs(output: Any) -> dict[str, Tensor]:
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             found[name] = copied(value)
         elif isinstance(value, float):
-            found[name] = torch.tensor(value, dtype=torch.float64)
+            found[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
     return found
 
 

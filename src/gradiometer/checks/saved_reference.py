@@ -270,7 +270,7 @@ def _judged(
 ) -> tuple[GradientRow, float | None]:
     """Return the row of a gradient, and the factor by which it differs: 1 if it does not."""
     size, _, mine = given
-    sums, others = (torch.tensor(x, dtype=torch.float64) for x in (mine, saved.projections))
+    sums, others = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (mine, saved.projections))
     fails, factor, text = not error <= allowed, 1.0 if error <= allowed else None, ""
     if fails:
         # the norm of the k sums is that of the tensor times sqrt(k)
@@ -303,7 +303,7 @@ def _outputs(given: Mapping[str, Tensor], saved: SavedReference) -> Tensors:
     reference, exact = {}, {}
     for name in given:
         value, wide, dtype = saved.outputs[name]
-        reference[name] = torch.tensor(value, dtype=torch.float64).to(DTYPES[dtype])
-        exact[name] = torch.tensor(value if wide is None else wide, dtype=torch.float64)
+        reference[name] = torch.tensor(value, dtype=torch.float64, device="cpu").to(DTYPES[dtype])
+        exact[name] = torch.tensor(value if wide is None else wide, dtype=torch.float64, device="cpu")
     mine = {name: x.detach().cpu().reshape(()) for name, x in given.items()}
     return Tensors(mine, reference, exact if saved.is_exact else None)

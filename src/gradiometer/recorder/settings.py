@@ -37,7 +37,8 @@ def check_skips(skip_nonfinite: object, skip_above: object) -> None:
 def check_cursor(cursor: Tensor) -> None:
     """Raise a ValueError unless the numbers are those of a recorder."""
     numbers = cursor.tolist()
-    for place, least in ((Cursor.STEP, 0), (Cursor.COUNT, 0), (Cursor.EVERY, 1), (Cursor.SKIP_NONFINITE, 0)):
+    leasts = {Cursor.STEP: 0, Cursor.COUNT: 0, Cursor.EVERY: 1, Cursor.SKIP_NONFINITE: 0}
+    for place, least in {**leasts, Cursor.PROJECT_EVERY: 0}.items():
         value = numbers[place]
         check_integer("cursor", place.name.lower(), int(value) if value == value // 1 else value, least)
     check_skips(None, numbers[Cursor.SKIP_ABOVE])

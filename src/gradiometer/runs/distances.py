@@ -275,7 +275,10 @@ class Sums:
             total=parts.get("total"),
             updates=parts.get("updates"),
             update_size=parts.get("update_size"),
-            consecutive=torch.tensor(steps, device="cpu").diff(prepend=torch.tensor([steps[0] - 1])) == 1,
+            consecutive=torch.tensor(steps, device="cpu").diff(
+                prepend=torch.tensor([steps[0] - 1], device="cpu")
+            )
+            == 1,
             deviation=math.sqrt(2 / self._projections),
             roundoff=roundoff,
         )

@@ -212,7 +212,9 @@ def _compiled(argument: str, pattern: Pattern) -> re.Pattern[str] | None:
 def _of_schema(schema: Schema, names: Sequence[str], *, is_default: bool) -> Sequence[str]:
     """Return those of these statistics that a schema has; of the default, not none."""
     found = [name for name in names if name in schema]
-    return found if found or not is_default else schema.drawn or schema.shown or schema.names
+    if found or not is_default:
+        return found
+    return schema.shown or schema.names if schema.drawn is None else schema.drawn
 
 
 def _offered(schemas: Iterable[Schema]) -> tuple[str, ...]:
