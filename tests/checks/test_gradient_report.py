@@ -83,6 +83,11 @@ def verdict(given, runs, **options):
     return judge(given, reference, exact, modules={}, against="eager", rounded=coarse, **options)
 
 
+def scaled(given, factor):
+    """Return a run whose gradients have a factor."""
+    return replace(given, grads={name: factor * g for name, g in given.grads.items()})
+
+
 def runs_of(model, x, y, dtype=torch.float32):
     return (
         run(model, x, y, dtype),
@@ -172,6 +177,31 @@ def test_float32_without_tf32_is_judged_by_its_own_rounding(seed):
         report = verdict(with_grad(runs[0], name, lambda g, by=factor: g * by), runs, is_smooth=True)
         assert [each.name for each in report.failures] == [name]
         assert report.first.text == f"all elements are {factor} times the reference"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_factor_of_all_gradients_is_not_rounding(seed):
+    model, x, y = make(Words, seed)
+    runs = runs_of(model, x, y)
+    given = scaled(runs[0], 1.005)
+    report = verdict(given, runs, is_smooth=True)
+
+    assert report["head.weight"].fails
+    assert report.kind.startswith("all gradients are 1.005 times the reference")
+    # rounding to TF32 besides is rounding
+    report = verdict(scaled(run(model, x, y, mode=RoundedProducts(10)), 2.0), runs, is_smooth=True)
+    assert report["head.weight"].allowed > 1e-3 * report["head.weight"].norm
+    assert report.kind.startswith("all gradients are 2 times the reference")
+
+
+def test_errors_that_coarse_rounding_does_not_explain_are_not_rounding():
+    model, x, y = make(Words, 0)
+    runs = runs_of(model, x, y)
+    # the loss of half of the batch
+    given = replace(run(model, x[:2], y[:2]), outputs={"loss": runs[0].outputs["loss"] * 1.001})
+    report = verdict(given, runs, is_smooth=True)
+    assert report.first.what == "output"
+    assert report["loss"].allowed < 1e-3 * report["loss"].norm
 
 
 def test_rounding_that_only_some_gradients_have_is_said():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+# elements of a tensor whose rounding is not parallel to it
+_ENOUGH: Final = 16
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,12 @@ class Compared(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """A tensor as given and its reference, what rounding does to it, error, norm and inner product."""
+    """A tensor as given and its reference, what rounding does to it, error, norm and inner product.
+
+    Attributes:
+        apart: the part of the error that is not parallel to the reference, if there are enough elements to
+            tell it.
+    """
 
     given: Tensor
     base: Tensor
@@ -121,6 +129,7 @@ class _Pair(NamedTuple):
     error: float
     size: float
     product: float
+    apart: float
 
 
 def compare_tensors(
@@ -157,8 +166,15 @@ def compare_tensors(
         if name in roundings:
             roundings[name] = roundings[name]._replace(error=max(roundings[name].error, size))
     errors = {name: pair.error for name, pair in pairs.items()}
-    is_measured = tensors.exact is not None
-    limit = limits(roundings, errors, factor, is_measured=is_measured, is_smooth=is_smooth, like=like)
+    limit = limits(
+        roundings,
+        errors,
+        factor,
+        is_measured=tensors.exact is not None,
+        is_smooth=is_smooth,
+        like=like,
+        apart={name: pair.apart for name, pair in pairs.items()},
+    )
     factors: dict[str, float | None] = {}
     for name, pair in pairs.items():
         allowed = limit.allowed[name]
@@ -201,13 +217,18 @@ def _pair(name: str, tensors: Tensors, what: str) -> _Pair | GradientRow:
         size = float((_wide(rounded) - base).norm())
         coarse = size if math.isfinite(size) else None
     size, rounding = float(base.norm()), float((other - base).norm())
+    product, error = float((mine * base).sum()), float((mine - base).norm())
+    apart = error
+    if given.numel() >= _ENOUGH and size:
+        apart = float((mine - product / size**2 * base).norm())
     return _Pair(
         given,
         reference if exact is None else exact,
         Rounding(size, rounding, given.numel(), reference.dtype, coarse),
-        float((mine - base).norm()),
+        error,
         float(mine.norm()),
-        float((mine * base).sum()),
+        product,
+        apart,
     )
 
 
