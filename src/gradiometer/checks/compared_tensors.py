@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 # elements of a tensor whose rounding is not parallel to it
 _ENOUGH: Final = 16
+# tensors that tell a factor from rounding, and by how much more than rounding it differs from 1
+_MANY: Final = 4
+_BEYOND: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -108,11 +112,13 @@ class Compared(NamedTuple):
         factors: the factor of each tensor that has a gradient and was compared: 1 if it agrees, and None if
             no single one explains the difference.
         limits: how large the errors may be.
+        shared: the factor that all tensors have up to rounding, if it is farther from 1 than that; else 1.
     """
 
     rows: list[GradientRow]
     factors: dict[str, float | None]
     limits: Limits
+    shared: float = 1.0
 
 
 class _Pair(NamedTuple):
@@ -181,7 +187,19 @@ def compare_tensors(
         rows[name] = row = _judged(rows[name], pair, allowed)
         if pair.rounding.norm > allowed:
             factors[name] = factor_of(_wide(pair.given), _wide(pair.base), allowed) if row.fails else 1.0
-    return Compared(list(rows.values()), factors, limit)
+    shared = 1.0 if tensors.exact is None else _shared(list(pairs.values()), limit.usual)
+    return Compared(list(rows.values()), factors, limit, shared)
+
+
+def _shared(pairs: list[_Pair], usual: float) -> float:
+    """Return the factor that all tensors share, if it is far beyond their rounding; otherwise 1."""
+    known = [x for x in pairs if x.rounding.numel >= _ENOUGH and x.rounding.norm > 16.0 * x.rounding.error]
+    if len(known) < _MANY:
+        return 1.0
+    factors = [pair.product / pair.rounding.norm**2 for pair in known]
+    middle = statistics.median(factors)
+    spread = statistics.fmean([(each - middle) ** 2 for each in factors]) ** 0.5
+    return middle if abs(middle - 1.0) > _BEYOND * max(spread, usual) else 1.0
 
 
 def _pair(name: str, tensors: Tensors, what: str) -> _Pair | GradientRow:

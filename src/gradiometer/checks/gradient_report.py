@@ -13,7 +13,7 @@ import torch
 
 from gradiometer.checks.allowed_error import FACTOR, unit_of
 from gradiometer.checks.compared_tensors import GradientRow, Tensors, compare_tensors
-from gradiometer.checks.fault_kind import common_factor, common_sentence
+from gradiometer.checks.fault_kind import common_factor, common_sentence, times
 from gradiometer.stats import text_table
 from gradiometer.stats.text_table import TextTable, number
 from gradiometer.terminal import printable, shortened
@@ -281,6 +281,17 @@ def judge(
             "all gradients are farther from float64 than those of the reference, as with TF32: judged by the "
             "errors of matrix products in 8 bits"
         )
+    shared = grads.shared
+    kind = common_kind(grads.factors)
+    if shared != 1.0 and not wrong:
+        more.append(
+            f"all gradients are about {times(float(f'{shared:.3g}'))} the reference, with little difference between "
+            "them: a factor rather than rounding, look for a count or a scale"
+        )
+    elif shared != 1.0 and any(row.fails for row in grads.rows) and None not in grads.factors.values():
+        # those that agree have it as well, but more rounding
+        factor_of_all = next((x for x in grads.factors.values() if x not in {None, 1.0}), shared)
+        kind = common_kind(dict.fromkeys(grads.factors, factor_of_all))
     if exact is None:
         more.append(
             f"compared with {against} alone, without a float64 run: what rounding explains is assumed from "
@@ -291,7 +302,7 @@ def judge(
         against,
         "float64" if exact else "",
         factor,
-        common_kind(grads.factors),
+        kind,
         tuple(dict.fromkeys([*notes, *more])),
     )
 
