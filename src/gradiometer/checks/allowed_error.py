@@ -16,9 +16,9 @@ of the terms, which the other gradients of its module show.
 
 A float32 step may use TF32 where the reference does not. Then the loss and so all gradients are hundreds of
 times farther from float64, while a fault in the backward pass leaves those before it as near as they are.
-Only such a step is judged by the errors of `RoundedProducts`. A common factor of all gradients does not make one:
-rounding is not parallel to a gradient, so the part of the error that is parallel does not count. Nor do errors
-that coarse products do not explain in a quarter of the gradients either, as those of another loss.
+Only such a step is judged by the errors of `RoundedProducts`. A common factor of all gradients does not make
+one: rounding is not parallel to a gradient, so the part of the error that is parallel does not count. Nor do
+errors that coarse products do not explain in a quarter of the gradients either, as those of another loss.
 """
 
 from __future__ import annotations

@@ -285,8 +285,8 @@ def judge(
     kind = common_kind(grads.factors)
     if shared != 1.0 and not wrong:
         more.append(
-            f"all gradients are about {times(float(f'{shared:.3g}'))} the reference, with little difference between "
-            "them: a factor rather than rounding, look for a count or a scale"
+            f"all gradients are about {times(float(f'{shared:.3g}'))} the reference, with little difference "
+            "between them: a factor rather than rounding, look for a count or a scale"
         )
     elif shared != 1.0 and any(row.fails for row in grads.rows) and None not in grads.factors.values():
         # those that agree have it as well, but more rounding
