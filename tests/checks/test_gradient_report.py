@@ -445,6 +445,14 @@ def test_a_report_is_shown_on_one_screen_and_as_plain_values():
         report["head"]
 
 
+def test_what_agrees_is_counted_by_kind():
+    good = {f"layers.{i}.weight": torch.ones(3) for i in range(9)}
+    report = judged(good, good)
+    report = replace(report, rows=(*report.rows, *(replace(row, what="update") for row in report.rows)))
+    report = replace(report, rows=(*report.rows, replace(report.rows[0], name="loss", what="output")))
+    assert "and 13 more; agree: 9 gradients, 9 updates, 1 output" in str(report)
+
+
 def test_rounding_to_tf32():
     x = torch.tensor([1 + 2**-10, 1 + 2**-12, -3.0, 0.0, math.inf, math.nan])
     expected = torch.tensor([1 + 2**-10, 1.0, -3.0, 0.0, math.inf, math.nan])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _OTHER: Final = "the compiled step draws other random numbers than eager mode"
 _UNKNOWN: Final = (
-    "cannot tell whether the compiled step draws other random numbers than eager mode or has wrong gradients: "
+    "cannot tell whether the compiled step draws other random numbers than eager mode or differs: "
     "return the loss"
 )
 _INSIDE: Final = "the step draws random numbers inside of a kernel, where they can't be recorded"

@@ -6,6 +6,7 @@ import html
 import math
 import re
 import textwrap
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -194,6 +195,7 @@ class GradientReport:
         failed = len(wrong) - sum(each.fails for each in shown)
         counts = f": {failed} wrong, {hidden - failed} agree" if failed else ""
         # rows that have no numbers are told of in the notes
+        counts = counts if wrong else f"; agree: {_by_kind(rest)}"
         more = f"and {hidden} more{counts}" if hidden else ""
         header = ("tensor", "what", "error", "allowed", "cosine", "norm ratio", "")
         # what is wrong with all of them, and with the first, is said above
@@ -205,6 +207,13 @@ class GradientReport:
 
 def _tensors(count: int) -> str:
     return f"{count} tensor{'s' * (count != 1)}"
+
+
+def _by_kind(rows: Sequence[GradientRow]) -> str:
+    """Return how many rows there are of each kind."""
+    counts = Counter(row.what for row in rows)
+    kinds = sorted(counts, key=["gradient", "update", "output", "slope"].index)
+    return ", ".join([f"{counts[kind]} {kind}{'s' * (counts[kind] != 1)}" for kind in kinds])
 
 
 def _wrapped(line: str) -> list[str]:
