@@ -115,6 +115,13 @@ def test_elements_of_a_vector():
     )
 
 
+def test_a_few_elements_that_agree_by_chance_are_no_evidence():
+    reference, other = gradient(0, (24,)), gradient(1, (24,))
+    assert fault_kind(changed(slice(22), lambda x: x + other[:22])(reference.clone()), reference, 0.01) == ""
+    text = fault_kind(changed(slice(20), lambda x: x + other[:20])(reference.clone()), reference, 0.01)
+    assert text == "elements 0-19 of 24 differ, and the others agree"
+
+
 def test_channels_of_a_convolution():
     reference = gradient(0, (8, 4, 3, 3))
     given = changed((slice(None), slice(1)), lambda x: -x)(reference.clone())

@@ -445,6 +445,17 @@ def test_a_report_is_shown_on_one_screen_and_as_plain_values():
         report["head"]
 
 
+def test_rows_tell_more_than_elements():
+    torch.manual_seed(0)
+    good = {"bias": torch.randn(24), "weight": torch.randn(24, 16)}
+    wrong = {name: torch.cat([x[:8] + torch.randn_like(x[:8]), x[8:]]) for name, x in good.items()}
+    report = judged(wrong, good)
+    assert "elements 0-7 of 24 differ" in report["bias"].text
+    first = str(report).splitlines()[1:3]
+    assert "first: gradient bias" in first[0]
+    assert "in weight, rows 0-7 of 24 differ, and the others agree" in " ".join(map(str.strip, first))
+
+
 def test_what_agrees_is_counted_by_kind():
     good = {f"layers.{i}.weight": torch.ones(3) for i in range(9)}
     report = judged(good, good)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # most rows or columns that are compared each with each
 _MOST_LINES: Final = 2048
+# elements of a line that may agree by chance
+_FEW: Final = 16
 # a part of a tensor is said to be right if it has this share of the norm
 _SHARE: Final = 0.05
 _DIMS: Final = ("row", "column")
@@ -174,6 +176,8 @@ def _lines(given: Tensor, reference: Tensor, noise: float) -> str:
             continue
         word = "element" if given.dim() == 1 else _DIMS[dim]
         bad, good = x[wrong], r[wrong]
+        # some single elements agree by chance
+        is_chance = r.shape[1] < _FEW and len(r) - count < len(r) / 8.0
         part_noise = 4.0 * noise * max(float(good.norm() / norms.norm()), (count / len(r)) ** 0.5)
         places, verb = _places(wrong, word), "is" if count == 1 else "are"
         text = f"{places} differ{'s' * (count == 1)}, and the others agree"
@@ -181,6 +185,8 @@ def _lines(given: Tensor, reference: Tensor, noise: float) -> str:
             text = f"{places} {verb} 0, and the others agree"
         elif (factor := factor_of(bad, good, part_noise)) is not None:
             text = f"{places} {verb} {times(factor)} the reference, and the others agree"
+        elif is_chance:
+            continue
         if best is None or count / len(r) < best[0]:
             best = count / len(r), text
     return best[1] if best else ""

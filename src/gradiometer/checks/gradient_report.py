@@ -32,6 +32,9 @@ _MOST_RIGHT: Final = 3
 _WIDTH: Final = 110
 # the most characters about a tensor in the table
 _LONGEST: Final = 48
+# some of the parts of a tensor, in what is said of its fault
+_ELEMENTS: Final = r"[^;]*elements?\b.* differs?, and the others agree"
+_ROWS: Final = r"[^;]*(row|column)s?\b.* differs?, and the others agree"
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,12 +164,21 @@ class GradientReport:
         """The first wrong tensor, and what kind of fault the numbers tell of."""
         lines = []
         if self.first:
-            lines.append(f"first: {self.first.short()}")
+            lines.append(f"first: {self._with_rows(self.first).short()}")
             gradient = next((each for each in self.failures if each.what == "gradient"), None)
             if self.first.what == "output" and gradient:
-                lines.append(f"gradients differ since an output does; the first of them: {gradient.short()}")
+                text = self._with_rows(gradient).short()
+                lines.append(f"gradients differ since an output does; the first of them: {text}")
         lines += [self.kind] if self.kind else []
         return [printable(each) for each in lines]
+
+    def _with_rows(self, first: GradientRow) -> GradientRow:
+        """Return the first wrong row, which tells the rows of another tensor instead of its own elements."""
+        if first.what == "output" or (first.text and not re.match(_ELEMENTS, first.text)):
+            return first
+        found = (x for x in self.failures if x.what == first.what and re.match(_ROWS, x.text))
+        other = next(found, None)
+        return replace(first, text=f"in {other.name}, {other.text}") if other else first
 
     @property
     def _notes(self) -> list[str]:
@@ -199,7 +211,7 @@ class GradientReport:
         more = f"and {hidden} more{counts}" if hidden else ""
         header = ("tensor", "what", "error", "allowed", "cosine", "norm ratio", "")
         # what is wrong with all of them, and with the first, is said above
-        said = {"", wrong[0].text} if wrong else {""}
+        said = {"", self._with_rows(wrong[0]).text, wrong[0].text} if wrong else {""}
         texts = ["" if self.kind or each.text in said else printable(each.text) for each in shown]
         rows = [_cells(each, text) for each, text in zip(shown, texts, strict=True)]
         return TextTable("", header, rows, more)
