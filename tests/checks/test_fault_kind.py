@@ -158,6 +158,16 @@ def test_a_part_of_a_sum_is_missing(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_part_that_is_not_orthogonal_is_not_said_to_be_missing(seed):
+    # as a block that is recomputed with other random numbers: each has terms that the other has not
+    both, ours, theirs = (gradient(seed + 10 * i) for i in range(3))
+    reference = both + 0.7 * theirs
+    for given in (0.8 * both + 0.1 * ours, 0.75 * both + 0.2 * ours, 0.6 * reference + 0.2 * ours):
+        assert 0.4 < float(given.norm() / reference.norm()) < 0.9
+        assert fault_kind(given, reference, 1.0) == ""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_unknown_stays_unknown(seed):
     reference = gradient(seed)
     # as large, in another direction; and a large sample, which looks much the same when sorted

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _MOST_LINES: Final = 2048
 # elements of a line that may agree by chance
 _FEW: Final = 16
+# elements whose directions tell whether a part of a sum is missing
+_DIRECTIONS: Final = 64
 # a part of a tensor is said to be right if it has this share of the norm
 _SHARE: Final = 0.05
 _DIMS: Final = ("row", "column")
@@ -272,11 +274,14 @@ def _other_zeros(given: Tensor, reference: Tensor, noise: float) -> str:
 
 
 def _partial(given: Tensor, reference: Tensor) -> str:
-    """Return that a part of a sum is missing, if length and direction are those of a partial sum."""
+    """Return that a part of a sum is missing, if what is missing is orthogonal to what is there."""
     a, b = float(given.norm()), float(reference.norm())
-    cosine = float((given * reference).sum()) / (a * b)
-    ratio = a / b
-    if given.numel() > 2 and ratio < 0.9 and cosine > 0.4 and cosine >= ratio - 0.1:
+    missing = reference - given
+    cosine, ratio = float((given * reference).sum()) / (a * b), a / b
+    # random directions have a cosine of this size
+    along = abs(float((given * missing).sum())) / (a * float(missing.norm()))
+    is_orthogonal = given.numel() >= _DIRECTIONS and along <= 3.0 / given.numel() ** 0.5
+    if ratio < 0.9 and cosine > 0.4 and is_orthogonal:
         return (
             f"the norm is {ratio:.2f} times the reference's with a cosine of {cosine:.2f}, as that of a sum "
             "of which a part is missing"
