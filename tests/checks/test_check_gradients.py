@@ -206,6 +206,26 @@ def test_compiled_dropout_is_compared_in_three_ways():
     assert [(row.name, row.error) for row in report] == [(row.name, row.error) for row in again]
 
 
+@pytest.mark.usefixtures("_dynamo")
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_compiled_step_that_does_not_return_its_loss_may_draw_the_same_numbers(is_wrong):
+    model = Model(compiled_is_wrong=is_wrong)
+
+    def forward(x):
+        return functional.dropout(model(x), 0.2)
+
+    step = step_of(model, torch.compile(forward, backend="aot_eager"))
+
+    def without_loss(x, y):
+        step(x, y)
+
+    report = gm.check_gradients(without_loss, *data(), model=model)
+    assert bool(report) is not is_wrong
+    told = [note for note in report.notes if "other random numbers" in note]
+    assert len(told) == is_wrong
+    assert all(note.startswith("cannot tell whether") and "return the loss" in note for note in told)
+
+
 class Budget(nn.Module):
     def __init__(self):
         super().__init__()

@@ -115,6 +115,13 @@ def test_elements_of_a_vector():
     )
 
 
+def test_a_few_elements_that_agree_by_chance_are_no_evidence():
+    reference, other = gradient(0, (24,)), gradient(1, (24,))
+    assert fault_kind(changed(slice(22), lambda x: x + other[:22])(reference.clone()), reference, 0.01) == ""
+    text = fault_kind(changed(slice(20), lambda x: x + other[:20])(reference.clone()), reference, 0.01)
+    assert text == "elements 0-19 of 24 differ, and the others agree"
+
+
 def test_channels_of_a_convolution():
     reference = gradient(0, (8, 4, 3, 3))
     given = changed((slice(None), slice(1)), lambda x: -x)(reference.clone())
@@ -148,6 +155,16 @@ def test_a_part_of_a_sum_is_missing(seed):
     text = fault_kind(parts[0] + parts[1] + parts[2], sum(parts), 1.0)
     assert text.startswith("the norm is 0.8")
     assert text.endswith("as that of a sum of which a part is missing")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_part_that_is_not_orthogonal_is_not_said_to_be_missing(seed):
+    # as a block that is recomputed with other random numbers: each has terms that the other has not
+    both, ours, theirs = (gradient(seed + 10 * i) for i in range(3))
+    reference = both + 0.7 * theirs
+    for given in (0.8 * both + 0.1 * ours, 0.75 * both + 0.2 * ours, 0.6 * reference + 0.2 * ours):
+        assert 0.4 < float(given.norm() / reference.norm()) < 0.9
+        assert fault_kind(given, reference, 1.0) == ""
 
 
 @pytest.mark.parametrize("seed", SEEDS)

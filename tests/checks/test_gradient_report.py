@@ -83,6 +83,11 @@ def verdict(given, runs, **options):
     return judge(given, reference, exact, modules={}, against="eager", rounded=coarse, **options)
 
 
+def scaled(given, factor):
+    """Return a run whose gradients have a factor."""
+    return replace(given, grads={name: factor * g for name, g in given.grads.items()})
+
+
 def runs_of(model, x, y, dtype=torch.float32):
     return (
         run(model, x, y, dtype),
@@ -172,6 +177,46 @@ def test_float32_without_tf32_is_judged_by_its_own_rounding(seed):
         report = verdict(with_grad(runs[0], name, lambda g, by=factor: g * by), runs, is_smooth=True)
         assert [each.name for each in report.failures] == [name]
         assert report.first.text == f"all elements are {factor} times the reference"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_factor_of_all_gradients_is_not_rounding(seed):
+    model, x, y = make(Words, seed)
+    runs = runs_of(model, x, y)
+    given = scaled(runs[0], 1.005)
+    report = verdict(given, runs, is_smooth=True)
+
+    assert report["head.weight"].fails
+    assert report.kind.startswith("all gradients are 1.005 times the reference")
+    # rounding to TF32 besides is rounding
+    report = verdict(scaled(run(model, x, y, mode=RoundedProducts(10)), 2.0), runs, is_smooth=True)
+    assert report["head.weight"].allowed > 1e-3 * report["head.weight"].norm
+    assert report.kind.startswith("all gradients are 2 times the reference")
+
+
+def test_a_factor_that_rounding_could_hide_is_said():
+    model, x, y = make(Words, 0)
+    runs = runs_of(model, x, y, torch.bfloat16)
+    report = verdict(scaled(runs[0], 1.02), runs)
+    assert "all gradients are about 1.02 times the reference" in report.notes[-1]
+    assert not verdict(runs[0], runs).notes
+
+    # as the gradients may jump, those of few elements may have larger errors
+    model, x, y = make(Images, 0)
+    runs = runs_of(model, x, y)
+    report = verdict(scaled(runs[0], 1.005), runs)
+    assert not all(row.fails for row in report if row.what == "gradient")
+    assert report.kind.startswith("all gradients are 1.005 times the reference")
+
+
+def test_errors_that_coarse_rounding_does_not_explain_are_not_rounding():
+    model, x, y = make(Words, 0)
+    runs = runs_of(model, x, y)
+    # the loss of half of the batch
+    given = replace(run(model, x[:2], y[:2]), outputs={"loss": runs[0].outputs["loss"] * 1.001})
+    report = verdict(given, runs, is_smooth=True)
+    assert report.first.what == "output"
+    assert report["loss"].allowed < 1e-3 * report["loss"].norm
 
 
 def test_rounding_that_only_some_gradients_have_is_said():
@@ -398,6 +443,25 @@ def test_a_report_is_shown_on_one_screen_and_as_plain_values():
     assert not values["agrees"]
     with pytest.raises(KeyError, match="head"):
         report["head"]
+
+
+def test_rows_tell_more_than_elements():
+    torch.manual_seed(0)
+    good = {"bias": torch.randn(24), "weight": torch.randn(24, 16)}
+    wrong = {name: torch.cat([x[:8] + torch.randn_like(x[:8]), x[8:]]) for name, x in good.items()}
+    report = judged(wrong, good)
+    assert "elements 0-7 of 24 differ" in report["bias"].text
+    first = str(report).splitlines()[1:3]
+    assert "first: gradient bias" in first[0]
+    assert "in weight, rows 0-7 of 24 differ, and the others agree" in " ".join(map(str.strip, first))
+
+
+def test_what_agrees_is_counted_by_kind():
+    good = {f"layers.{i}.weight": torch.ones(3) for i in range(9)}
+    report = judged(good, good)
+    report = replace(report, rows=(*report.rows, *(replace(row, what="update") for row in report.rows)))
+    report = replace(report, rows=(*report.rows, replace(report.rows[0], name="loss", what="output")))
+    assert "and 13 more; agree: 9 gradients, 9 updates, 1 output" in str(report)
 
 
 def test_rounding_to_tf32():

@@ -16,7 +16,9 @@ of the terms, which the other gradients of its module show.
 
 A float32 step may use TF32 where the reference does not. Then the loss and so all gradients are hundreds of
 times farther from float64, while a fault in the backward pass leaves those before it as near as they are.
-Only such a step is judged by the errors of `RoundedProducts`.
+Only such a step is judged by the errors of `RoundedProducts`. A common factor of all gradients does not make
+one: rounding is not parallel to a gradient, so the part of the error that is parallel does not count. Nor do
+errors that coarse products do not explain in a quarter of the gradients either, as those of another loss.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ _FLOAT8: Final = 2.0**-3
 _UNMEASURED: Final = 2.0**-6
 # the least ratio of the errors of a tensor is below 1.4 in float32 steps, and above 7 in those with TF32
 _COARSE: Final = 4.0
+# the least share of the gradients whose errors coarse rounding explains, if that is what they are
+_EXPLAINED: Final = 0.25
 # what coarse products change by less than this tells nothing about them
 _UNTOUCHED: Final = 2.0**-13
 # the unit of float32 without TF32; and the largest relative error of a reference that has neither that nor
@@ -92,6 +96,7 @@ def limits(
     is_measured: bool,
     is_smooth: bool = False,
     like: Limits | None = None,
+    apart: Mapping[str, float] | None = None,
 ) -> Limits:
     """Return how large the errors of a step may be.
 
@@ -103,6 +108,7 @@ def limits(
         is_smooth: whether the tensors are known not to jump, so that they may be judged as finely as float32
             rounds.
         like: the limits of the gradients, for a few outputs, which do not tell how the step rounds.
+        apart: the errors without their part that is parallel to the tensor, which tell how the step rounds.
     """
     if not is_measured:
         roundings = {name: _coarse(x, 0.0) for name, x in tensors.items()}
@@ -110,7 +116,7 @@ def limits(
     relative = sorted(x.error / x.norm for x in tensors.values() if x.norm > 0)
     usual = relative[len(relative) // 4] if relative else 0.0
     if like is None:
-        coarse = _is_coarse(tensors, errors)
+        coarse = _is_coarse(tensors, errors if apart is None else apart, factor, usual)
         fine = is_smooth and not coarse and _is_fine(tensors)
     else:
         usual, coarse, fine = max(like.usual, usual), like.is_coarse, like.is_fine
@@ -126,18 +132,22 @@ def unit_of(dtype: torch.dtype) -> float:
     return _FLOAT8 if dtype.itemsize == 1 else _BFLOAT16
 
 
-def _is_coarse(tensors: Mapping[str, Rounding], errors: Mapping[str, float]) -> bool:
+def _is_coarse(
+    tensors: Mapping[str, Rounding], errors: Mapping[str, float], factor: float, usual: float
+) -> bool:
     """Return whether a step rounds much more than its reference, as with TF32, by the errors of all."""
-    known = [
-        (name, x)
+    known = {
+        name: x
         for name, x in tensors.items()
         if x.norm > 16.0 * x.error and (x.coarse is None or x.coarse > _UNTOUCHED * x.norm)
-    ]
+    }
     # an error of few elements may be small by chance
-    known = [(name, x) for name, x in known if x.numel >= 16] or known
-    least = [x.error + x.norm * torch.finfo(x.dtype).eps / 2 for _, x in known]
-    ratios = [errors[name] / each for (name, _), each in zip(known, least, strict=True)]
-    return min(ratios, default=0.0) > _COARSE
+    known = {name: x for name, x in known.items() if x.numel >= 16} or known
+    least = {name: x.error + x.norm * torch.finfo(x.dtype).eps / 2 for name, x in known.items()}
+    if not known or min(errors[name] / each for name, each in least.items()) <= _COARSE:
+        return False
+    allowed = _allowed({name: _coarse(x, usual) for name, x in tensors.items()}, factor, usual)
+    return sum(errors[name] <= allowed[name] for name in known) >= _EXPLAINED * len(known)
 
 
 def _is_fine(tensors: Mapping[str, Rounding]) -> bool:

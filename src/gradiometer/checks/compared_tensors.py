@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,12 @@ from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+# elements of a tensor whose rounding is not parallel to it
+_ENOUGH: Final = 16
+# tensors that tell a factor from rounding, and by how much more than rounding it differs from 1
+_MANY: Final = 4
+_BEYOND: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -105,15 +112,22 @@ class Compared(NamedTuple):
         factors: the factor of each tensor that has a gradient and was compared: 1 if it agrees, and None if
             no single one explains the difference.
         limits: how large the errors may be.
+        shared: the factor that all tensors have up to rounding, if it is farther from 1 than that; else 1.
     """
 
     rows: list[GradientRow]
     factors: dict[str, float | None]
     limits: Limits
+    shared: float = 1.0
 
 
 class _Pair(NamedTuple):
-    """A tensor as given and its reference, what rounding does to it, error, norm and inner product."""
+    """A tensor as given and its reference, what rounding does to it, error, norm and inner product.
+
+    Attributes:
+        apart: the part of the error that is not parallel to the reference, if there are enough elements to
+            tell it.
+    """
 
     given: Tensor
     base: Tensor
@@ -121,6 +135,7 @@ class _Pair(NamedTuple):
     error: float
     size: float
     product: float
+    apart: float
 
 
 def compare_tensors(
@@ -157,15 +172,34 @@ def compare_tensors(
         if name in roundings:
             roundings[name] = roundings[name]._replace(error=max(roundings[name].error, size))
     errors = {name: pair.error for name, pair in pairs.items()}
-    is_measured = tensors.exact is not None
-    limit = limits(roundings, errors, factor, is_measured=is_measured, is_smooth=is_smooth, like=like)
+    limit = limits(
+        roundings,
+        errors,
+        factor,
+        is_measured=tensors.exact is not None,
+        is_smooth=is_smooth,
+        like=like,
+        apart={name: pair.apart for name, pair in pairs.items()},
+    )
     factors: dict[str, float | None] = {}
     for name, pair in pairs.items():
         allowed = limit.allowed[name]
         rows[name] = row = _judged(rows[name], pair, allowed)
         if pair.rounding.norm > allowed:
             factors[name] = factor_of(_wide(pair.given), _wide(pair.base), allowed) if row.fails else 1.0
-    return Compared(list(rows.values()), factors, limit)
+    shared = 1.0 if tensors.exact is None else _shared(list(pairs.values()), limit.usual)
+    return Compared(list(rows.values()), factors, limit, shared)
+
+
+def _shared(pairs: list[_Pair], usual: float) -> float:
+    """Return the factor that all tensors share, if it is far beyond their rounding; otherwise 1."""
+    known = [x for x in pairs if x.rounding.numel >= _ENOUGH and x.rounding.norm > 16.0 * x.rounding.error]
+    if len(known) < _MANY:
+        return 1.0
+    factors = [pair.product / pair.rounding.norm**2 for pair in known]
+    middle = statistics.median(factors)
+    spread = statistics.fmean([(each - middle) ** 2 for each in factors]) ** 0.5
+    return middle if abs(middle - 1.0) > _BEYOND * max(spread, usual) else 1.0
 
 
 def _pair(name: str, tensors: Tensors, what: str) -> _Pair | GradientRow:
@@ -201,13 +235,18 @@ def _pair(name: str, tensors: Tensors, what: str) -> _Pair | GradientRow:
         size = float((_wide(rounded) - base).norm())
         coarse = size if math.isfinite(size) else None
     size, rounding = float(base.norm()), float((other - base).norm())
+    product, error = float((mine * base).sum()), float((mine - base).norm())
+    apart = error
+    if given.numel() >= _ENOUGH and size:
+        apart = float((mine - product / size**2 * base).norm())
     return _Pair(
         given,
         reference if exact is None else exact,
         Rounding(size, rounding, given.numel(), reference.dtype, coarse),
-        float((mine - base).norm()),
+        error,
         float(mine.norm()),
-        float((mine * base).sum()),
+        product,
+        apart,
     )
 
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from gradiometer.checks.step_run import StepRun
 
 _OTHER: Final = "the compiled step draws other random numbers than eager mode"
+_UNKNOWN: Final = (
+    "cannot tell whether the compiled step draws other random numbers than eager mode or differs: "
+    "return the loss"
+)
 _INSIDE: Final = "the step draws random numbers inside of a kernel, where they can't be recorded"
 
 
@@ -32,14 +36,17 @@ def compare_random(
     found: References,
     compare: Callable[[StepRun, References], GradientReport],
     modules: Mapping[str, str],
+    *,
+    is_known: bool = True,
 ) -> GradientReport:
     """Compare a step with eager mode in three ways, none of which needs the random numbers of the step.
 
     It is compiled again with the random numbers of eager mode; runs without dropout, for which it is compiled
     again, too; and as it is, by the slope of its loss along its gradients. It passes only if the first or the
-    last, which cover the random numbers, is possible.
+    last, which cover the random numbers, is possible. ``is_known``: whether the outputs or the random states
+    show that it draws others.
     """
-    other = _OTHER if found.backends else _INSIDE
+    other = (_OTHER if is_known else _UNKNOWN) if found.backends else _INSIDE
     notes = [other]
     reports = []
     is_covered = False

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 # most rows or columns that are compared each with each
 _MOST_LINES: Final = 2048
+# elements of a line that may agree by chance
+_FEW: Final = 16
+# elements whose directions tell whether a part of a sum is missing
+_DIRECTIONS: Final = 64
 # a part of a tensor is said to be right if it has this share of the norm
 _SHARE: Final = 0.05
 _DIMS: Final = ("row", "column")
@@ -174,6 +178,8 @@ def _lines(given: Tensor, reference: Tensor, noise: float) -> str:
             continue
         word = "element" if given.dim() == 1 else _DIMS[dim]
         bad, good = x[wrong], r[wrong]
+        # some single elements agree by chance
+        is_chance = r.shape[1] < _FEW and len(r) - count < len(r) / 8.0
         part_noise = 4.0 * noise * max(float(good.norm() / norms.norm()), (count / len(r)) ** 0.5)
         places, verb = _places(wrong, word), "is" if count == 1 else "are"
         text = f"{places} differ{'s' * (count == 1)}, and the others agree"
@@ -181,6 +187,8 @@ def _lines(given: Tensor, reference: Tensor, noise: float) -> str:
             text = f"{places} {verb} 0, and the others agree"
         elif (factor := factor_of(bad, good, part_noise)) is not None:
             text = f"{places} {verb} {times(factor)} the reference, and the others agree"
+        elif is_chance:
+            continue
         if best is None or count / len(r) < best[0]:
             best = count / len(r), text
     return best[1] if best else ""
@@ -266,11 +274,14 @@ def _other_zeros(given: Tensor, reference: Tensor, noise: float) -> str:
 
 
 def _partial(given: Tensor, reference: Tensor) -> str:
-    """Return that a part of a sum is missing, if length and direction are those of a partial sum."""
+    """Return that a part of a sum is missing, if what is missing is orthogonal to what is there."""
     a, b = float(given.norm()), float(reference.norm())
-    cosine = float((given * reference).sum()) / (a * b)
-    ratio = a / b
-    if given.numel() > 2 and ratio < 0.9 and cosine > 0.4 and cosine >= ratio - 0.1:
+    missing = reference - given
+    cosine, ratio = float((given * reference).sum()) / (a * b), a / b
+    # random directions have a cosine of this size
+    along = abs(float((given * missing).sum())) / (a * float(missing.norm()))
+    is_orthogonal = given.numel() >= _DIRECTIONS and along <= 3.0 / given.numel() ** 0.5
+    if ratio < 0.9 and cosine > 0.4 and is_orthogonal:
         return (
             f"the norm is {ratio:.2f} times the reference's with a cosine of {cosine:.2f}, as that of a sum "
             "of which a part is missing"

@@ -6,6 +6,7 @@ import html
 import math
 import re
 import textwrap
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +14,7 @@ import torch
 
 from gradiometer.checks.allowed_error import FACTOR, unit_of
 from gradiometer.checks.compared_tensors import GradientRow, Tensors, compare_tensors
-from gradiometer.checks.fault_kind import common_factor, common_sentence
+from gradiometer.checks.fault_kind import common_factor, common_sentence, times
 from gradiometer.stats import text_table
 from gradiometer.stats.text_table import TextTable, number
 from gradiometer.terminal import printable, shortened
@@ -31,6 +32,9 @@ _MOST_RIGHT: Final = 3
 _WIDTH: Final = 110
 # the most characters about a tensor in the table
 _LONGEST: Final = 48
+# some of the parts of a tensor, in what is said of its fault
+_ELEMENTS: Final = r"[^;]*elements?\b.* differs?, and the others agree"
+_ROWS: Final = r"[^;]*(row|column)s?\b.* differs?, and the others agree"
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,12 +164,21 @@ class GradientReport:
         """The first wrong tensor, and what kind of fault the numbers tell of."""
         lines = []
         if self.first:
-            lines.append(f"first: {self.first.short()}")
+            lines.append(f"first: {self._with_rows(self.first).short()}")
             gradient = next((each for each in self.failures if each.what == "gradient"), None)
             if self.first.what == "output" and gradient:
-                lines.append(f"gradients differ since an output does; the first of them: {gradient.short()}")
+                text = self._with_rows(gradient).short()
+                lines.append(f"gradients differ since an output does; the first of them: {text}")
         lines += [self.kind] if self.kind else []
         return [printable(each) for each in lines]
+
+    def _with_rows(self, first: GradientRow) -> GradientRow:
+        """Return the first wrong row, which tells the rows of another tensor instead of its own elements."""
+        if first.what == "output" or (first.text and not re.match(_ELEMENTS, first.text)):
+            return first
+        found = (x for x in self.failures if x.what == first.what and re.match(_ROWS, x.text))
+        other = next(found, None)
+        return replace(first, text=f"in {other.name}, {other.text}") if other else first
 
     @property
     def _notes(self) -> list[str]:
@@ -194,10 +207,11 @@ class GradientReport:
         failed = len(wrong) - sum(each.fails for each in shown)
         counts = f": {failed} wrong, {hidden - failed} agree" if failed else ""
         # rows that have no numbers are told of in the notes
+        counts = counts if wrong else f"; agree: {_by_kind(rest)}"
         more = f"and {hidden} more{counts}" if hidden else ""
         header = ("tensor", "what", "error", "allowed", "cosine", "norm ratio", "")
         # what is wrong with all of them, and with the first, is said above
-        said = {"", wrong[0].text} if wrong else {""}
+        said = {"", self._with_rows(wrong[0]).text, wrong[0].text} if wrong else {""}
         texts = ["" if self.kind or each.text in said else printable(each.text) for each in shown]
         rows = [_cells(each, text) for each, text in zip(shown, texts, strict=True)]
         return TextTable("", header, rows, more)
@@ -205,6 +219,13 @@ class GradientReport:
 
 def _tensors(count: int) -> str:
     return f"{count} tensor{'s' * (count != 1)}"
+
+
+def _by_kind(rows: Sequence[GradientRow]) -> str:
+    """Return how many rows there are of each kind."""
+    counts = Counter(row.what for row in rows)
+    kinds = sorted(counts, key=["gradient", "update", "output", "slope"].index)
+    return ", ".join([f"{counts[kind]} {kind}{'s' * (counts[kind] != 1)}" for kind in kinds])
 
 
 def _wrapped(line: str) -> list[str]:
@@ -281,6 +302,17 @@ def judge(
             "all gradients are farther from float64 than those of the reference, as with TF32: judged by the "
             "errors of matrix products in 8 bits"
         )
+    shared = grads.shared
+    kind = common_kind(grads.factors)
+    if shared != 1.0 and not wrong:
+        more.append(
+            f"all gradients are about {times(float(f'{shared:.3g}'))} the reference, with little difference "
+            "between them: a factor rather than rounding, look for a count or a scale"
+        )
+    elif shared != 1.0 and any(row.fails for row in grads.rows) and None not in grads.factors.values():
+        # those that agree have it as well, but more rounding
+        factor_of_all = next((x for x in grads.factors.values() if x not in {None, 1.0}), shared)
+        kind = common_kind(dict.fromkeys(grads.factors, factor_of_all))
     if exact is None:
         more.append(
             f"compared with {against} alone, without a float64 run: what rounding explains is assumed from "
@@ -291,7 +323,7 @@ def judge(
         against,
         "float64" if exact else "",
         factor,
-        common_kind(grads.factors),
+        kind,
         tuple(dict.fromkeys([*notes, *more])),
     )
 
