@@ -202,7 +202,10 @@ def test_diff_tells_of_runs_with_nothing_in_common(call, run, tmp_path):
     later = write_run(tmp_path / "later", steps=5, first=100)
     other = write_run(tmp_path / "other", steps=20, names=["a", "b"])
 
-    for there, what in ((later, "no step in common: A has 20 from 0 to 19"), (other, "B b.grad, a.grad")):
+    for there, what in (
+        (later, f"no step in common: {run} has 20 steps from 0 to 19, and {later} 5 steps from 100"),
+        (other, f"{other} b.grad, a.grad"),
+    ):
         code, out, err = call("diff", run, there)
         assert (code, out) == (Exit.UNREADABLE, "")
         assert what in err

@@ -39,6 +39,8 @@ def measured(grads=None, total=None, updates=None, size=None, **more):
         "size": torch.ones_like(grads) if size is None else size,
         "total": w,
         "updates": updates,
+        "updates_across": updates,
+        "update_factors": torch.ones_like(grads),
         "update_size": torch.full_like(grads, 1e-2),
         "consecutive": torch.ones(STEPS, dtype=torch.bool),
         "deviation": math.sqrt(2 / 16),
@@ -84,6 +86,33 @@ def test_an_update_that_is_wrong_is_named():
     made.updates[25:, 1] = 0.5
     found = departure(made)
     assert (found.step, found.name, found.kind, found.lasts) == (25, "layers.4.update", "updates", True)
+
+
+@pytest.mark.parametrize("start", [2, 20])
+def test_one_factor_in_most_updates_is_a_departure_whatever_the_later_limits(start):
+    made = measured()
+    across = made.updates.clone()
+    # the gradients follow the weights, so that later updates may be anything
+    made.grads[start:] = 0.5
+    made.updates[start, 1:], across[start, 1:] = 1 / 11, 1e-4
+    factors = torch.full_like(across, 1.1)
+    changes = {"updates_across": across, "update_factors": factors, "total": torch.full((STEPS,), 0.3)}
+    found = departure(made._replace(**changes))
+    assert (found.step, found.name, found.kind, found.lasts) == (start, "layers.4.update", "updates", True)
+    assert (found.factor, found.shared) == (1.1, 1.0)
+    # not of one factor
+    factors[:, 1:] = torch.linspace(0.5, 2, TENSORS - 1)
+    found = departure(made._replace(**changes))
+    assert found is None or not found.lasts
+
+
+def test_whether_a_departure_lasts_cannot_be_told_where_its_limit_has_grown():
+    made = measured()
+    made.updates[20, 1] = 0.1
+    assert departure(made).lasts is False
+    total = made.total.clone()
+    made.grads[20:], total[20:] = 0.5, 0.3
+    assert departure(made._replace(total=total)).lasts is None
 
 
 def test_a_departure_of_one_step_does_not_last_and_later_ones_that_do_are_named():
@@ -138,8 +167,9 @@ def test_a_factor_lasts_while_the_limit_grows_with_the_weights():
     across[20, 3], across[21:, 3] = 1e-6, 0.2
     found = departure(made._replace(across=across, updates=None))
     assert (found.step, found.name, found.lasts, found.factor) == (20, "layers.2.grad", True, 1.0)
+    # the limit is above the distance
     across[21:, 3] = 0.3
-    assert departure(made._replace(across=across, updates=None)).lasts is False
+    assert departure(made._replace(across=across, updates=None)).lasts is None
 
 
 @pytest.mark.parametrize(("times", "step"), [(1.4, None), (1.6, 1)])
@@ -182,12 +212,28 @@ def test_the_first_steps_tell_the_precision():
     assert find(made._replace(roundoff=2.0**-8), range(STEPS), NAMES).rounding == "bfloat16"
 
 
-def train(path, *, halves=False, wrong=None, seed=0, steps=24, every=1, lr=0.05, nan_at=None, **options):
-    """Record a small run; ``wrong(step, model)`` may change gradients."""
+def train(
+    path,
+    *,
+    halves=False,
+    wrong=None,
+    seed=0,
+    steps=24,
+    every=1,
+    lr=0.05,
+    nan_at=None,
+    adam=False,
+    rate=1,
+    **options,
+):
+    """Record a small run; ``wrong(step, model)`` may change gradients.
+
+    From step 12 on, the learning rate is ``rate`` times as large.
+    """
     torch.manual_seed(seed)
     layers = [torch.nn.Linear(12, 12), torch.nn.Tanh(), torch.nn.Linear(12, 12), torch.nn.Tanh()]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(12, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr)
+    optimizer = (torch.optim.AdamW if adam else torch.optim.SGD)(model.parameters(), lr)
     options = {"weights": True, "projections": 16, "projections_every": every, "rules": ()} | options
     with gm.Monitor(model, run_dir=path, **options) as monitor:
         for step in range(steps):
@@ -200,6 +246,8 @@ def train(path, *, halves=False, wrong=None, seed=0, steps=24, every=1, lr=0.05,
             if step == nan_at:
                 model[0].weight.grad[0, 0] = math.nan
             monitor.record()
+            if step == 12:
+                optimizer.param_groups[0]["lr"] *= rate
             if step != nan_at:
                 optimizer.step()
             optimizer.zero_grad()
@@ -255,6 +303,36 @@ def test_a_factor_in_all_gradients_is_told(factor, start, with_weights, run, tmp
     text = "the same up to rounding until step 12; then `4.bias.grad` leaves it, "
     first = "not the same up to rounding from the first compared step, 0, on: `4.bias.grad` is "
     assert found.apart.startswith(text if start else first)
+
+
+@pytest.mark.parametrize("rate", [0.9, 1.1, 2, 10])
+@pytest.mark.parametrize("adam", [False, True])
+def test_another_learning_rate_is_told(rate, adam, tmp_path):
+    options = {"adam": adam, "lr": 1e-3 if adam else 0.05}
+    a, b = train(tmp_path / "a", **options), train(tmp_path / "b", halves=True, rate=rate, **options)
+    found = gm.compare_runs(a, b)
+    text = "the same up to rounding until step 13; then `4.bias.update` (the update of step 12) leaves it, "
+    assert found.apart.startswith(text)
+    end = f": in B it is {rate} times that of A, and so are all updates, as with another learning rate"
+    assert found.apart.endswith(end)
+    first, second = found.distances.worst()[:2]
+    assert (first.name, second.name.rpartition(".")[2]) == ("4.bias.update", "grad")
+    assert first.distance > first.limit
+    assert found.to_dict()["distances"]["worst"][0]["name"] == "4.bias.update"
+    drawn = contents([a, b])[0]["differ"]["distances"]
+    assert (drawn["name"], drawn["step"], len(drawn["others"])) == ("4.bias.update", 13, 6)
+
+
+def test_the_command_says_first_how_far_the_runs_are_apart(run, call, tmp_path):
+    pytest.importorskip("typer")
+    train(tmp_path / "b", halves=True, rate=2)
+    code, out, _ = call("diff", run.path, tmp_path / "b")
+    assert code == 1
+    words = " ".join(out.split())
+    assert words.index("The same up to rounding until step 13") < words.index("first differ at step")
+    # in 80 columns, names are whole
+    assert " 1 4.bias.update " in words
+    assert "distance explains step before cosine weight" in words
 
 
 @pytest.mark.parametrize("start", [0, 12])

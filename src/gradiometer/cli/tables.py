@@ -201,6 +201,8 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
         table.add_row(name, text(side.path), f"{side.steps:,}", *ends, f"{side.recorded:,}")
     how = f"within a relative tolerance of {found.rtol:g}" if found.rtol else "exactly"
     lines: list[RenderableType] = [table, text("")]
+    if found.apart and found.distances is not None:
+        lines += [*_apart(found, top), text("")]
     lines += [text(note) for note in _notes(found)]
     both = f"{found.tensors} tensors, {found.common} steps in both"
     if not found.not_compared:
@@ -225,7 +227,7 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
         if not (found.a.fingerprints and found.b.fingerprints):
             note += " Monitor(fingerprint=True) records them."
         lines.append(text((note, "dim")))
-    if found.apart:
+    if found.apart and found.distances is None:
         lines += _apart(found, top)
     if found.total_norm is not None and found.first and not found.identical:
         step, a, b = found.total_norm
@@ -272,13 +274,12 @@ def _apart(found: Comparison, top: int | None) -> Iterable[RenderableType]:
         yield text((f"{apart}.{more}", "dim"))
         return
     one = distances.departure
-    yield text("")
     style = "bold red" if distances.unrelated or (one and one.lasts) else "yellow" if one else "green"
     yield text((f"{apart}.", style), f" Estimated from {distances.projections} projections.")
-    head = [">distance", ">rounding explains", ">the step before", ">cosine", ">its weight"]
+    head = [">distance", ">rounding\nexplains", ">times the\nstep before", ">cosine", ">its\nweight"]
     table = grid(["", f"in step {distances.worst_step:,}", *head])
     for i, row in enumerate(distances.worst(most=top), 1):
-        ratio = "" if row.ratio is None else f"{number(row.ratio, 2)} times"
+        ratio = "" if row.ratio is None else number(row.ratio, 2)
         values = [row.distance, row.limit, row.cosine, row.weight]
         distance, limit, cosine, weight = ["" if x is None else number(x, 2) for x in values]
         style = "bold" if one and one.name == row.name else ""

@@ -39,11 +39,14 @@ An optimizer's updates, which are differences of projected weights, are compared
 distances of gradients in place of W, and not below the rounding of the weights. The gradients of a tensor's
 elements may differ by orders of magnitude, and some are 0 but for rounding, as those of a bias of keys in
 attention; Adam makes updates of these, too. Only history tells which tensors have such elements, so the limit
-of the first 10 updates has twice the fourth root in place of the square root.
+of the first 10 updates has twice the fourth root in place of the square root. A factor is found as in
+gradients. One factor in most updates of a step, as of another learning rate, is a departure in any case, and
+counts as one that lasts: the weights move apart by it, so that later limits tell nothing.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -88,6 +91,7 @@ class Measured(NamedTuple):
         size: norms of gradients, relative to what is usual for their numbers of elements, ``(S, T)``.
         total: of all weights together, ``(S,)``; None if they are not projected.
         updates: of the updates since the compared step before, ``(S, T)``; None likewise.
+        updates_across, update_factors: what `across` and `factors` are of gradients; None likewise.
         update_size: the norm of these updates, relative to that of the weights, ``(S, T)``; None likewise.
         consecutive: whether no step is between a compared step and the one before, ``(S,) bool``.
         deviation: the relative standard deviation of a squared distance, ``sqrt(2 / k)``.
@@ -100,6 +104,8 @@ class Measured(NamedTuple):
     size: Tensor
     total: Tensor | None
     updates: Tensor | None
+    updates_across: Tensor | None
+    update_factors: Tensor | None
     update_size: Tensor | None
     consecutive: Tensor
     deviation: float
@@ -119,9 +125,11 @@ class Departure:
         explained: the distance that the compared steps before explain; in the first one, the limit.
         ratio: ``distance / explained``.
         lasts: whether a distance is beyond its limit in each of the next two compared steps, too; None if
-            there are fewer.
-        factor: of which multiple of the first run's gradient the second run's is; None if it is not nearly
-            one of it.
+            there are fewer, or if the limits in them are above this distance. True if most updates have one
+            factor in this step.
+        factor: of which multiple of the first run's tensor the second run's is; None if it is not nearly one
+            of it.
+        shared: the share of tensors of this kind and step that have this factor, too, of those that tell.
     """
 
     step: int
@@ -132,6 +140,7 @@ class Departure:
     ratio: float
     lasts: bool | None
     factor: float | None = None
+    shared: float = 0.0
 
 
 class Found(NamedTuple):
@@ -140,12 +149,30 @@ class Found(NamedTuple):
     Attributes:
         rounding: the key of `ROUNDOFFS` that explains the first steps.
         limits: the largest distances of gradients that rounding explains, ``(S, T)``.
+        update_limits: those of updates; None if weights are not projected.
         departure: the first that is beyond; None if there is none.
     """
 
     rounding: str
     limits: Tensor
+    update_limits: Tensor | None
     departure: Departure | None
+
+
+class _Beyond(NamedTuple):
+    """Where distances x are beyond their limits, ``(S, T)``.
+
+    ``beyond`` and ``limits`` are lists: for the steps themselves, and for the steps after them, by what was
+    before. ``usual`` is what the steps before explain; ``is_factor`` tells where b is nearly a multiple of a,
+    by one of ``factors``.
+    """
+
+    x: Tensor
+    beyond: list[Tensor]
+    usual: Tensor
+    limits: list[Tensor]
+    is_factor: Tensor
+    factors: Tensor
 
 
 def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Found:
@@ -161,41 +188,27 @@ def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Foun
     root = _OF_ROOT * inherited.sqrt()
     # which tensors have such elements is not known yet
     root[1 : _HISTORY + 1] *= _EARLY
-    of_grads = _beyond(grads, inherited, margin * torch.maximum(root, small), margin)
-    is_factor = (across < _ACROSS * grads) & of_grads[0][0]
-    for later in range(1, len(of_grads[0])):
-        of_grads[0][later] |= is_factor[:-later] & (across < _ACROSS_LATER * grads)[later:]
-    found = {"grads": of_grads}
-    if measured.updates is not None and measured.update_size is not None:
-        own = grads.nan_to_num(nan=0.0).clamp(min=roundoff)
-        before = own.roll(1, 0)
-        before[0] = roundoff
-        # of a step that was not compared, the gradients are not known
-        drive = _recent(torch.where(measured.consecutive[:, None], before, torch.maximum(own, before)))
-        # an update of 0 has no direction
-        rounded = 4 * measured.roundoff / measured.update_size.nan_to_num(nan=0.0)
-        root = _OF_ROOT * margin * drive.sqrt() + rounded
-        # of the first updates, what is usual is not known
-        first = slice(_HISTORY + 1)
-        root[first] = 2 * _OF_ROOT * margin * drive[first] ** 0.25 + rounded[first]
+    limit = margin * torch.maximum(root, small)
+    found = {"grads": _beyond(grads, inherited, limit, margin, across, measured.factors)}
+    update_limits: Tensor | None = None
+    if measured.updates is not None:
         # of one step, updates come before the gradients
-        found = {"updates": _beyond(measured.updates, drive, root, margin), **found}
-    limits = of_grads[2]
-    place = _first([beyond for beyond, _, _ in found.values()])
+        found = {"updates": _updates(measured, roundoff, margin), **found}
+        update_limits = found["updates"].limits[0]
+    limits = found["grads"].limits[0]
+    place = _first([one.beyond for one in found.values()])
     if place is None:
-        return Found(rounding, limits, None)
+        return Found(rounding, limits, update_limits, None)
     kind, row, column, lasts = [*found][place[0]], *place[1:]
-    _, usual, limit = found[kind]
-    of_kind = grads if kind == "grads" or measured.updates is None else measured.updates
-    distance = float(of_kind[row, column])
-    explained = max(float(usual[row, column]), roundoff) if row else float(limit[row, column])
-    factor: float | None = None
-    if kind == "grads":
-        factor = float(measured.factors[row, column])
-        # of a tensor of few elements only others tell
-        shared = float(measured.factors[row][is_factor[row]].nanmedian())
-        if not is_factor[row, column] and not abs(factor / shared - 1) < _SHARED:
-            factor = None
+    one = found[kind]
+    distance = float(one.x[row, column])
+    explained = max(float(one.usual[row, column]), roundoff) if row else float(one.limits[0][row, column])
+    if lasts is False:
+        # where a limit has grown above the distance, nothing tells
+        failed = [k for k in range(1, _LASTING) if not one.beyond[k][row, column]]
+        if failed and all(float(one.limits[k][row, column]) >= distance for k in failed):
+            lasts = None
+    factor, shared = _factor(one, row, column)
     departure = Departure(
         step=steps[row],
         name=KINDS[kind].label(names[column]),
@@ -205,29 +218,73 @@ def find(measured: Measured, steps: Sequence[int], names: Sequence[str]) -> Foun
         ratio=distance / explained,
         lasts=lasts,
         factor=factor,
+        shared=shared,
     )
-    return Found(rounding, limits, departure)
+    return Found(rounding, limits, update_limits, departure)
 
 
-def _beyond(x: Tensor, inherited: Tensor, root: Tensor, margin: float) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return where x is beyond its limit, what the steps before explain, and the limits, ``(S, T)``.
+def _updates(measured: Measured, roundoff: float, margin: float) -> _Beyond:
+    """Return where updates are beyond their limits."""
+    x, across, factors = measured.updates, measured.updates_across, measured.update_factors
+    if x is None or across is None or factors is None or measured.update_size is None:
+        msg = "find: updates are given without their norms, factors, or distances across"
+        raise ValueError(msg)
+    own = measured.grads.nan_to_num(nan=0.0).clamp(min=roundoff)
+    before = own.roll(1, 0)
+    before[0] = roundoff
+    # of a step that was not compared, the gradients are not known
+    drive = _recent(torch.where(measured.consecutive[:, None], before, torch.maximum(own, before)))
+    # an update of 0 has no direction
+    rounded = 4 * measured.roundoff / measured.update_size.nan_to_num(nan=0.0)
+    usual = _OF_ROOT * margin * drive.sqrt() + rounded
+    # of the first updates, what is usual is not known
+    first, limit = slice(_HISTORY + 1), usual.clone()
+    limit[first] = 2 * _OF_ROOT * margin * drive[first] ** 0.25 + rounded[first]
+    found = _beyond(x, drive, limit, margin, across, factors)
+    # one factor in most updates is not rounding, in the first ones either
+    parallel = (across < _ACROSS * x) & (x > usual)
+    middle = torch.where(parallel, factors, math.nan).nanmedian(dim=1, keepdim=True).values
+    parallel &= (factors / middle - 1).abs() < _SHARED
+    known = x.isfinite().sum(dim=1, keepdim=True)
+    number = parallel.sum(dim=1, keepdim=True)
+    parallel &= (2 * number > known) & (number > 1)
+    for beyond in found.beyond:
+        beyond.logical_or_(parallel[: len(beyond)])
+    return found._replace(is_factor=found.is_factor | parallel)
 
-    The first is a list: for the steps themselves, and for the steps after them, by what was before.
-    """
+
+def _factor(found: _Beyond, row: int, column: int) -> tuple[float | None, float]:
+    """Return the factor of a tensor, None if it is none, and the share of tensors that have it."""
+    factors, factor = found.factors[row], float(found.factors[row, column])
+    # of a tensor of few elements only others tell
+    middle = float(factors[found.is_factor[row]].nanmedian())
+    if not found.is_factor[row, column] and not abs(factor / middle - 1) < _SHARED:
+        return None, 0.0
+    known = factors[factors.isfinite()]
+    return factor, float(((known / factor - 1).abs() < _SHARED).to(torch.float64).mean())
+
+
+def _beyond(
+    x: Tensor, inherited: Tensor, root: Tensor, margin: float, across: Tensor, factors: Tensor
+) -> _Beyond:
     known, inherited = x.nan_to_num(nan=0.0), inherited.expand_as(x)
-    explained = limits = x
+    explained = x
     beyond: list[Tensor] = []
+    limits: list[Tensor] = []
     for later in range(min(_LASTING, len(x))):
         now, usual = inherited[later:], torch.zeros_like(x[later:])
         for back in range(1, min(_HISTORY, len(x) - later - 1) + 1):
             size = len(x) - later - back
             growth = (now[back:] / inherited[:size]).clamp(min=1)
             torch.maximum(usual[back:], known[:size] * growth, out=usual[back:])
-        limit = torch.maximum(_OF_HISTORY * margin * usual, root[later:].expand_as(usual))
-        beyond.append(x[later:] > limit)
+        limits.append(torch.maximum(_OF_HISTORY * margin * usual, root[later:].expand_as(usual)))
+        beyond.append(x[later:] > limits[-1])
         if not later:
-            explained, limits = usual, limit
-    return beyond, explained, limits
+            explained = usual
+    is_factor = (across < _ACROSS * x) & beyond[0]
+    for later in range(1, len(beyond)):
+        beyond[later] |= is_factor[:-later] & (across < _ACROSS_LATER * x)[later:]
+    return _Beyond(x, beyond, explained, limits, is_factor, factors)
 
 
 def _first(found: list[list[Tensor]]) -> tuple[int, int, int, bool | None] | None:

@@ -78,17 +78,18 @@ def compare_runs(
     runs = [run if isinstance(run, Run) else read_run(run) for run in (a, b)]
     pattern = None if ignore is None else re.compile(ignore)
     found = compared(runs[0], runs[1], rtol=rtol, ignore=pattern)
-    names = f"{found.a.path} and {found.b.path}"
     if not found.common:
         has = [
-            "no steps yet" if x.first is None else f"{x.steps} from {x.first} to {x.last}"
+            "no steps yet" if x.first is None else f"{x.steps} steps from {x.first} to {x.last}"
             for x in (found.a, found.b)
         ]
-        msg = f"{names} have no step in common: A has {has[0]}, and B {has[1]}; pass runs of the same steps"
+        msg = f"no step in common: {found.a.path} has {has[0]}, and {found.b.path} {has[1]}"
+        msg += "; pass runs of the same steps"
         raise RunError(msg)
     if not found.tensors and (found.only_a or found.only_b):
         has = [shortened(only) or "none" for only in (found.only_a, found.only_b)]
-        msg = f"{names} have no tensor in common: A has {has[0]}, and B {has[1]}; pass runs of one model"
+        msg = f"no tensor in common: {found.a.path} has {has[0]}, and {found.b.path} {has[1]}"
+        msg += "; pass runs of one model"
         raise RunError(msg)
     return found
 

@@ -42,15 +42,15 @@ _FEW: Final = 8
 
 @dataclass(frozen=True)
 class Apart:
-    """How far one gradient is apart in one step.
+    """How far one gradient, or one update, is apart in one step.
 
     Attributes:
         step: the step.
-        name: such as ``w.grad``.
+        name: such as ``w.grad``; ``w.update`` for the last update before this step.
         distance: its relative distance.
         limit: the largest one that rounding explains, at most 2, that of opposite tensors.
         ratio: the distance, divided by that of the compared step before; None if that is 0 or unknown.
-        cosine: that of the gradient in both runs.
+        cosine: that of the tensor in both runs.
         weight: the relative distance of its weight; None if it is not projected.
     """
 
@@ -84,6 +84,8 @@ class Distances:
             ``"bfloat16"``.
         limits: the largest distances of gradients that rounding explains, ``(S, T) float64``.
         departure: the first step and tensor beyond; None if there is none. `Departure` tells how it is found.
+        updates, update_limits, update_cosines: the same of the updates between a compared step and the one
+            before, ``(S, T) float64``; None as for weights.
     """
 
     steps: tuple[int, ...]
@@ -96,6 +98,9 @@ class Distances:
     rounding: str
     limits: Tensor
     departure: Departure | None
+    updates: Tensor | None = None
+    update_limits: Tensor | None = None
+    update_cosines: Tensor | None = None
 
     @property
     def unrelated(self) -> bool:
@@ -112,21 +117,28 @@ class Distances:
             order.sort(key=lambda i: not labels[i])
         return order[:most]
 
+    def lines(self) -> tuple[str, Tensor, Tensor, list[int]]:
+        """Return the name to draw first, its distances and limits, and the columns of other gradients."""
+        first, *others = columns = self.drawn()
+        kind = "grads" if self.departure is None else self.departure.kind
+        label = KINDS[kind].label(self.names[first])
+        if kind == "updates" and self.updates is not None and self.update_limits is not None:
+            return label, self.updates[:, first], self.update_limits[:, first].clamp(max=2.0), columns
+        return label, self.grads[:, first], self.limits[:, first].clamp(max=2.0), others
+
     def plot(self, ax: Axes | None = None) -> Figure:
         """Draw the distances of gradients over steps, as `Comparison.plot` documents."""
         (axes,) = new_axes(1, 8, 4) if ax is None else (ax,)
-        first, *others = self.drawn()
+        name, bold, limit, others = self.lines()
         # a logarithmic axis has no 0
         logs = torch.where(self.grads > 0, self.grads, math.nan)
         for k, i in enumerate(others):
             axes.plot(self.steps, logs[:, i], color="0.7", lw=0.8, label=None if k else "other gradients")
-        limit = self.limits[:, first].clamp(max=2.0)
         axes.plot(self.steps, limit, color="#8f5a00", lw=1.2, ls="--", label="rounding explains")
         if self.total is not None:
             total = torch.where(self.total > 0, self.total, math.nan)
             axes.plot(self.steps, total, color="0.3", lw=1, ls=":", label="all weights")
-        label = printable(KINDS["grads"].label(self.names[first]))
-        axes.plot(self.steps, logs[:, first], color=INK, lw=1.8, label=label)
+        axes.plot(self.steps, torch.where(bold > 0, bold, math.nan), color=INK, lw=1.8, label=printable(name))
         if self.departure is not None and self.departure.lasts:
             axes.axvline(self.departure.step, color="#b3261e", lw=1)
         axes.set_yscale("log")
@@ -160,7 +172,9 @@ class Distances:
         return self.steps[-1] if self.departure is None else self.departure.step
 
     def worst(self, step: int | None = None, most: int | None = 10) -> list[Apart]:
-        """Return the tensors of a compared step that are furthest beyond what rounding explains, worst first.
+        """Return the gradients of a compared step that are furthest beyond what rounding explains.
+
+        They are in descending order. If an update is what leaves it in this step, it comes before them.
 
         Args:
             step: one of `steps`; by default `worst_step`.
@@ -168,19 +182,29 @@ class Distances:
         """
         row = self.steps.index(self.worst_step if step is None else step)
         beyond = (self.grads[row] / self.limits[row]).nan_to_num(nan=-1.0)
-        order = beyond.argsort(descending=True, stable=True)[:most].tolist()
-        return [self._apart(row, i) for i in order if beyond[i] >= 0]
+        order = beyond.argsort(descending=True, stable=True).tolist()
+        found = [self._apart(row, i) for i in order if beyond[i] >= 0]
+        one = self.departure
+        if one is not None and one.kind == "updates" and one.step == self.steps[row]:
+            found.insert(0, self._apart(row, self.drawn()[0], "updates"))
+        return found[:most]
 
-    def _apart(self, row: int, i: int) -> Apart:
-        before = _plain(self.grads[row - 1, i]) if row else None
-        distance = float(self.grads[row, i])
+    def _apart(self, row: int, i: int, kind: str = "grads") -> Apart:
+        of_updates = self.updates, self.update_limits, self.update_cosines
+        of_grads = self.grads, self.limits, self.cosines
+        x, limits, cosines = of_updates if kind == "updates" else of_grads
+        if x is None or limits is None or cosines is None:
+            msg = f"{kind} are not projected"
+            raise ValueError(msg)
+        before = _plain(x[row - 1, i]) if row else None
+        distance = float(x[row, i])
         return Apart(
             step=self.steps[row],
-            name=KINDS["grads"].label(self.names[i]),
+            name=KINDS[kind].label(self.names[i]),
             distance=distance,
-            limit=min(float(self.limits[row, i]), 2.0),
+            limit=min(float(limits[row, i]), 2.0),
             ratio=distance / before if before else None,
-            cosine=_plain(self.cosines[row, i]),
+            cosine=_plain(cosines[row, i]),
             weight=None if self.weights is None else _plain(self.weights[row, i]),
         )
 
@@ -231,14 +255,13 @@ class Sums:
             # the usual norm of a tensor of this size, if all elements are alike
             numel = a[..., 0].nan_to_num(nan=0.0)
             usual = sqrt((norm * norm).nansum(1, keepdim=True) * numel / numel.sum(1, keepdim=True))
-            cosines = (p * q).mean(-1) / (_rms(p) * _rms(q))
-            across = sqrt((1 - cosines * cosines).clamp(min=0.0))
+            cosines, across, factors = _multiple(p, q)
             self._put(
                 grads=relative,
                 size=norm / usual,
                 cosines=cosines,
                 across=torch.where(numel < _FEW, relative, across),
-                factors=_ratio(_rms(q), _rms(p)) * cosines.sign(),
+                factors=factors,
             )
             return
         u, v = (
@@ -247,11 +270,15 @@ class Sums:
         )
         self._last = [p[-1:], q[-1:]]
         update = torch.maximum(_rms(u), _rms(v))
+        updates, (cosines, across, factors) = _ratio(_rms(u - v), update), _multiple(u, v)
         total = [sqrt((x * x).nansum(1)) for x in (distance, norm)]
         self._put(
             weights=relative,
             total=_ratio(*total),
-            updates=_ratio(_rms(u - v), update),
+            updates=updates,
+            update_cosines=cosines,
+            updates_across=torch.where(a[..., 0] < _FEW, updates, across),
+            update_factors=factors,
             update_size=_ratio(update, norm),
         )
 
@@ -274,6 +301,8 @@ class Sums:
             size=parts["size"],
             total=parts.get("total"),
             updates=parts.get("updates"),
+            updates_across=parts.get("updates_across"),
+            update_factors=parts.get("update_factors"),
             update_size=parts.get("update_size"),
             consecutive=torch.tensor(steps, device="cpu").diff(
                 prepend=torch.tensor([steps[0] - 1], device="cpu")
@@ -294,6 +323,9 @@ class Sums:
             rounding=found.rounding,
             limits=found.limits,
             departure=found.departure,
+            updates=measured.updates,
+            update_limits=found.update_limits,
+            update_cosines=parts.get("update_cosines"),
         )
 
 
@@ -303,6 +335,13 @@ def _plain(x: Tensor | float) -> float | None:
 
 def _rms(x: Tensor) -> Tensor:
     return sqrt((x * x).mean(-1))
+
+
+def _multiple(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the cosine of p and q, the distance of q from the nearest multiple of p, and that factor."""
+    cosines = (p * q).mean(-1) / (_rms(p) * _rms(q))
+    across = sqrt((1 - cosines * cosines).clamp(min=0.0))
+    return cosines, across, _ratio(_rms(q), _rms(p)) * cosines.sign()
 
 
 def _ratio(x: Tensor, y: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # a limit that hides a gradient of twice the size
 _BLIND: Final = 0.5
+# a share of tensors
+_MOST: Final = 0.5
 
 
 def verdict(found: Distances) -> str:
@@ -31,7 +33,7 @@ def verdict(found: Distances) -> str:
             )
             text += f"{number(one.distance, 2)} apart, where {found.rounding} explains "
             return text + number(one.explained, 2) + _factor(one)
-        text = f"the same up to rounding until step {one.step:,}; then `{one.name}` leaves it, "
+        text = f"the same up to rounding until step {one.step:,}; then {_name(found, one)} leaves it, "
         return f"{text}{number(one.ratio, 2)} times what the steps before explain{_factor(one)}"
     if not found.grads.nan_to_num(nan=0.0).any():
         return f"no distance in {_steps(found)}: projections are equal"
@@ -48,10 +50,19 @@ def verdict(found: Distances) -> str:
     if last != first:
         text += f", {typical[1]} in step {last:,}"
     if one is not None:
-        text += f"; `{one.name}` is {number(one.distance, 2)} apart in step {one.step:,}, "
+        text += f"; {_name(found, one)} is {number(one.distance, 2)} apart in step {one.step:,}, "
         text += f"{number(one.ratio, 2)} times what is explained before it, and "
-        text += "too few steps follow to tell" if one.lasts is None else "this does not last"
-        text += _factor(one) or ": a fault, or an activation near 0 that changed sign"
+        if one.lasts is not None:
+            text += "this does not last"
+        elif one.step in found.steps[-2:]:
+            text += "too few steps follow to tell"
+        else:
+            text += "whether it lasts can't be told"
+        is_grad = one.kind == "grads"
+        cause = (
+            "an activation near 0 that changed sign" if is_grad else "a gradient near 0 that Adam amplifies"
+        )
+        text += _factor(one) or f": a fault, or {cause}"
     if blind and found.total is None:
         text += "; projected weights of both runs would tell more"
     return text
@@ -71,7 +82,25 @@ def _unrelated(found: Distances) -> str:
 
 
 def _factor(one: Departure) -> str:
-    return "" if one.factor is None else f": in B it is {number(one.factor, 3)} times that of A"
+    """Return the factor, and how many tensors have it."""
+    if one.factor is None:
+        return ""
+    text = f": in B it is {number(one.factor, 3)} times that of A"
+    if one.kind == "updates" and one.shared > _MOST:
+        which = "all updates" if one.shared == 1 else "most updates"
+        text += f", and so are {which}, as with another learning rate"
+    return text
+
+
+def _name(found: Distances, one: Departure) -> str:
+    """Return the name, for an update with the step that made it."""
+    if one.kind == "grads":
+        return f"`{one.name}`"
+    before = found.steps[found.steps.index(one.step) - 1]
+    made = (
+        f"the update of step {before:,}" if before == one.step - 1 else f"the updates since step {before:,}"
+    )
+    return f"`{one.name}` ({made})"
 
 
 def _steps(found: Distances) -> str:

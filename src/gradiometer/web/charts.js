@@ -124,7 +124,7 @@ function drawOverview() {
     const others = apart.others.map((line) => ({ ...line, ink: "soft", quiet: true }));
     const lines = [...others, { ...apart.limit, ink: "skipped", dash: "6 3", mark: "rounding" }, { ...apart.line, ink: "norm", mark: cut(apart.name, 40) }];
     const marks = apart.step === null ? [] : [{ step: apart.step, class: "differ" }];
-    drawn.push({ title: "relative distance of gradients between A and B", lines, log: true, shapes: marks, caption: `${cut(apart.name, 60)}, other gradients (grey), and what rounding explains (dashed)` });
+    drawn.push({ title: "relative distance between A and B", lines, log: true, shapes: marks, caption: `${cut(apart.name, 60)}, other gradients (grey), and what rounding explains (dashed)` });
   }
   if (norm.length || !scalars.length) drawn.push({ title: "total gradient norm", lines: norm, log: norm.some(({ y }) => y.some((value) => value > 0)),
     caption: clipped ? `clipped in ${whole(clipped[0])} of ${plural(clipped[1], "step")}` : "" });

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from gradiometer.recorder import KINDS
 from gradiometer.runs import Run, compared, read_run
 from gradiometer.version import __version__
 from gradiometer.web.data import line_of, page_of
@@ -98,17 +97,17 @@ def contents(runs: Sequence[Run]) -> tuple[dict[str, Any], dict[str, str]]:
 def _distances(found: Distances) -> dict[str, Any]:
     """Return the lines of the chart of distances: the gradient to look at first, its limit, and others."""
     steps, one = torch.tensor(found.steps, device="cpu"), found.departure
-    first, *others = found.drawn()
+    name, bold, limit, others = found.lines()
 
     def line(values: Tensor) -> dict[str, list[Any]]:
         # NaN, where a run has none, is not drawn
         return line_of(steps, values, torch.zeros(len(steps), dtype=torch.bool, device="cpu"), MOST_DISTANCES)
 
     return {
-        "name": KINDS["grads"].label(found.names[first]),
+        "name": name,
         "step": one.step if one is not None and one.lasts else None,
-        "line": line(found.grads[:, first]),
-        "limit": line(found.limits[:, first].clamp(max=2.0)),
+        "line": line(bold),
+        "limit": line(limit),
         "others": [line(found.grads[:, i]) for i in others],
     }
 
