@@ -303,3 +303,24 @@ def test_weights_whose_sums_are_not_finite_differ():
     grads = {name: dataclasses.replace(x, projections=(1e308,) * K) for name, x in saved.grads.items()}
     report = judge_saved(projected(reference.grads), dataclasses.replace(saved, grads=grads))
     assert len(report.failures) == len(grads)
+
+
+def test_updates_alone_do_not_pass(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    x, path = torch.randn(4, 3), tmp_path / "reference.json"
+    gm.save_reference(path, step, x, model=model)
+    assert gm.check_gradients(step, x, model=model, against=path)
+    with torch.no_grad():
+        model.bias.add_(1)
+    report = gm.check_gradients(step, x, model=model, against=path)
+    assert {row.what for row in report if row.is_compared} == {"update"}
+    assert not report
+    assert str(report).startswith("not compared with the saved reference: no gradient could be compared")

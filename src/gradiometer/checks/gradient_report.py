@@ -81,8 +81,10 @@ class GradientReport:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether any gradient or update could be compared."""
-        return any(each.is_compared for each in self.rows if each.what != "output")
+        """Whether any gradient could be compared; of a report without gradients, any update."""
+        rows = [each for each in self.rows if each.what not in {"output", "update"}]
+        updates = [each for each in self.rows if each.what == "update"]
+        return any(each.is_compared for each in rows or updates)
 
     @property
     def failures(self) -> tuple[GradientRow, ...]:
