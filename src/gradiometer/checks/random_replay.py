@@ -137,7 +137,7 @@ def _attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
         return attention(*args, **kwargs)
 
 
-class _Recording(TorchDispatchMode):
+class _OfDraws(TorchDispatchMode):
     # operators of these are seen one by one, as far as they are run by other operators
     supports_higher_order_operators = True
 
@@ -145,6 +145,8 @@ class _Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
 
+
+class _Recording(_OfDraws):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -155,13 +157,7 @@ class _Recording(TorchDispatchMode):
         return result
 
 
-class _Replaying(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    def __init__(self, draws: Draws) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._draws = draws
-
+class _Replaying(_OfDraws):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws_random(func, args, kwargs):
